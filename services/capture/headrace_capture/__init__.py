@@ -1,0 +1,1 @@
+"""Captures hidden states inside an engine and publishes one dump per request."""

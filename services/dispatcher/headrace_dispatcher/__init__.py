@@ -1,0 +1,1 @@
+"""Feeds runs to engines: submit, dispatch, reap, rebuild."""

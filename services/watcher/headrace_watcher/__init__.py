@@ -1,0 +1,1 @@
+"""Judges each dump of one dump folder."""

@@ -1,0 +1,1 @@
+"""Stores proven dumps as rows of a dataset."""

@@ -1,0 +1,77 @@
+"""Reads what lies in a dump folder: dumps, lost notices and the engine's card; links are never followed."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from headrace.dumps import Dump, EngineCard, Lost, check_schema, decode_metadata
+from headrace.errors import Unreadable
+from headrace.tensorfile import MAX_HEADER, decode_header
+
+
+def read_dump(path: Path) -> Dump:
+    """Read a dump's header and token ids, never its states; a link is not followed.
+
+    Raises:
+        Unreadable: the file is torn, of another or newer schema, or not a regular file.
+        FileNotFoundError: it is gone.
+    """
+    with open_nofollow(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(MAX_HEADER + 8)
+        tensors, metadata, offset = decode_header(head, size)
+        header = decode_metadata(tensors, metadata)
+        ids = tensors["token_ids"]
+        file.seek(offset + ids.begin)
+        encoded = file.read(ids.nbytes)
+    if len(encoded) != ids.nbytes:
+        raise Unreadable("the file was cut while it was read")
+    return Dump(header=header, token_ids=encoded, data_offset=offset, file_size=size)
+
+
+def open_nofollow(path: Path) -> Any:
+    """Open a regular file for reading in binary, unbuffered; raises Unreadable for a link or another kind."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Unreadable(f"{path.name}: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Unreadable(f"{path.name} is not a regular file")
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def read_card(path: Path) -> EngineCard:
+    """Read `engine.json`; raises Unreadable, or FileNotFoundError when no engine has started here."""
+    table = _json(path)
+    try:
+        return EngineCard(**{**table, "boundaries": tuple(int(b) for b in table["boundaries"])})
+    except (TypeError, ValueError, KeyError) as error:
+        raise Unreadable(f"{path.name}: {error}") from error
+
+
+def read_lost(path: Path) -> Lost:
+    """Read a `lost.json`; raises Unreadable, or FileNotFoundError."""
+    try:
+        return Lost(**_json(path))
+    except TypeError as error:
+        raise Unreadable(f"{path.name}: {error}") from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    with open_nofollow(path) as file:
+        data = file.read(1 << 20)
+    try:
+        table = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"{path.name} is not JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise Unreadable(f"{path.name} is not a JSON object")
+    check_schema(table.get("schema"))
+    return table

@@ -1,0 +1,87 @@
+"""A run: what is extracted from which samples, to where, in which form."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from headrace.errors import Unreadable
+
+SCHEMA = 1
+
+# What makes two runs the same extraction: a run resumes only where all of these are equal.
+_IDENTITY = (
+    "run",
+    "dataset",
+    "total",
+    "model",
+    "engine_model",
+    "boundaries",
+    "final_state",
+    "hidden_size",
+    "format",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """One extraction, resolved: nothing here is a default or relative any more.
+
+    `dataset` is the digest of input bytes, tokenizer, template, mask rule and selection; `total` counts its
+    samples, rejected ones too. `model` is the checkpoint folder that rendered them; `engine_model` is the name
+    that the engine gives its model. `boundaries` are ascending; `final_state` is `pre_norm` or `post_norm`;
+    `hidden_size` is D. `output` is the dataset's absolute folder.
+    """
+
+    run: str
+    dataset: str
+    total: int
+    model: str
+    engine_model: str
+    boundaries: tuple[int, ...]
+    final_state: str
+    hidden_size: int
+    format: str
+    output: str
+    max_attempts: int
+    schema: int = SCHEMA
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits over what makes the extraction; output folder and attempts are not part of it."""
+        table = asdict(self)
+        identity = json.dumps([table[name] for name in _IDENTITY], separators=(",", ":"))
+        return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
+
+    def differences(self, other: RunSpec) -> list[str]:
+        """Name each part of the extraction that differs, as `name: mine, not theirs`."""
+        mine, theirs = asdict(self), asdict(other)
+        return [f"{name}: {mine[name]!r}, not {theirs[name]!r}" for name in _IDENTITY if mine[name] != theirs[name]]
+
+    def encode(self) -> bytes:
+        """Encode as one line of JSON."""
+        return json.dumps(asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> RunSpec:
+        """Decode; raises Unreadable for another form or a newer schema."""
+        try:
+            table: dict[str, Any] = json.loads(data)
+            if table["schema"] > SCHEMA:
+                raise Unreadable(f"run spec of schema {table['schema']} is newer than {SCHEMA}; upgrade headrace")
+            known = {field.name for field in fields(cls)}
+            if set(table) != known:
+                raise Unreadable(f"run spec: {sorted(set(table) ^ known)} missing or unknown")
+            return cls(**{**table, "boundaries": tuple(int(b) for b in table["boundaries"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise Unreadable(f"run spec: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """The engine and weights that made a run's first row; every later row must come from the same."""
+
+    engine: str
+    weight_version: str
