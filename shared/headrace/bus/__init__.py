@@ -1,0 +1,67 @@
+"""The one module that talks to Redis: runs, requests, sites and storage jobs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import redis
+
+from headrace.bus.client import connect, redact, translated
+from headrace.bus.jobs import Jobs
+from headrace.bus.requests import Requests
+from headrace.bus.runs import Runs
+from headrace.bus.scripts import Scripts
+from headrace.bus.sites import Sites
+from headrace.bus.values import Leases
+
+__all__ = ["Bus"]
+
+
+class Bus:
+    """A connection to the shared store; thread-safe."""
+
+    def __init__(self, client: redis.Redis, *, where: str = "redis", leases: Leases | None = None) -> None:
+        """Use this client; `where` names the server in messages."""
+        self.redis = client
+        self.where = where
+        self._scripts = Scripts(client)
+        self.runs = Runs(self)
+        self.requests = Requests(self, leases or Leases())
+        self.sites = Sites(self)
+        self.jobs = Jobs(self)
+
+    @classmethod
+    def open(cls, url: str, password: str = "", *, leases: Leases | None = None) -> Bus:
+        """Connect, and ask the server for a sign of life.
+
+        Raises:
+            UsageError: the URL or the password is wrong.
+            Unavailable: nothing answers there.
+        """
+        bus = cls(connect(url, password), where=redact(url), leases=leases)
+        bus.ping()
+        return bus
+
+    def ping(self) -> None:
+        """Raise Unavailable or UsageError unless the server answers."""
+        with self.guard():
+            self.redis.ping()
+
+    def server_run_id(self) -> str:
+        """The id of this life of the server; it changes when the server restarts."""
+        with self.guard():
+            return str(self.redis.info("server")["run_id"])
+
+    def call(self, script: str, *arguments: str | int | float | bytes) -> Any:
+        """Run a script."""
+        with self.guard():
+            return self._scripts(script, *arguments)
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Translate what redis-py raises inside the block."""
+        return translated(self.where)
+
+    def close(self) -> None:
+        """Close the pool."""
+        self.redis.close()

@@ -1,0 +1,79 @@
+"""The connection to Redis: time-outs, retries, and errors that name the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import redis
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.retry import Retry
+
+from headrace.errors import Unavailable, UsageError
+
+# Above every blocking read (RQ's workers set their own), so that an idle wait is not taken for a dead server.
+SOCKET_TIMEOUT = 10.0
+CONNECT_TIMEOUT = 3.0
+
+
+def connect(url: str, password: str = "", *, connections: int = 32) -> redis.Redis:
+    """Open a pool of at most `connections`; nothing is sent yet.
+
+    Every change that headrace makes is idempotent, so a command that timed out is sent again.
+
+    Raises:
+        UsageError: the URL is not a Redis URL.
+    """
+    try:
+        return redis.Redis.from_url(
+            url,
+            password=password or None,
+            max_connections=connections,
+            socket_timeout=SOCKET_TIMEOUT,
+            socket_connect_timeout=CONNECT_TIMEOUT,
+            health_check_interval=30,
+            retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), retries=3),
+        )
+    except ValueError as error:
+        raise UsageError(f"HEADRACE_REDIS_URL {redact(url)!r}: {error}") from error
+
+
+def redact(url: str) -> str:
+    """The URL without its password."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+
+
+@contextmanager
+def translated(where: str) -> Iterator[None]:
+    """Turn what redis-py raises into our errors; `where` names the server in the message.
+
+    Raises:
+        UsageError: the password or user is wrong.
+        Unavailable: no connection, a time-out, or a server that is loading, read-only or full.
+    """
+    try:
+        yield
+    except (redis.AuthenticationError, redis.exceptions.NoPermissionError) as error:
+        raise UsageError(
+            f"Redis at {where} refused the password ({error}); set HEADRACE_REDIS_PASSWORD_FILE"
+        ) from error
+    except (redis.ConnectionError, redis.TimeoutError) as error:
+        raise Unavailable(f"no Redis at {where} ({error}); start it or set HEADRACE_REDIS_URL") from error
+    except (redis.exceptions.OutOfMemoryError, redis.exceptions.ReadOnlyError) as error:
+        raise Unavailable(f"Redis at {where} takes no writes: {error}") from error
+    except redis.ResponseError as error:
+        if str(error).startswith(("NOAUTH", "WRONGPASS", "NOPERM")):
+            message = f"Redis at {where} refused the password ({error}); set HEADRACE_REDIS_PASSWORD_FILE"
+            raise UsageError(message) from error
+        raise
+
+
+def text(reply: Any) -> str:
+    """A reply as text; redis-py types replies as bytes or str, and ours are bytes."""
+    return reply.decode() if isinstance(reply, bytes) else str(reply)

@@ -1,0 +1,172 @@
+"""Runs on the bus: create, feed, count, pause, and mark what the manifest says is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal
+
+from headrace.bus import keys
+from headrace.bus.client import text
+from headrace.bus.values import RunState, RunView
+from headrace.manifest import Line
+from headrace.runs import Identity, RunSpec
+
+if TYPE_CHECKING:
+    from headrace.bus import Bus
+
+_MARK_BATCH = 500
+
+
+class Runs:
+    """What concerns a run as a whole."""
+
+    def __init__(self, bus: Bus) -> None:
+        """Work over this bus."""
+        self._bus = bus
+
+    def create(self, spec: RunSpec) -> Literal["created", "same", "other"]:
+        """Create the run in state `rebuilding`; `other` when the name is taken by another extraction.
+
+        A run that exists keeps its state, except that a cancelled one becomes active again.
+        """
+        arguments = (spec.run, spec.encode(), spec.digest, spec.total, spec.max_attempts)
+        return self._bus.call("create_run", *arguments).decode()  # type: ignore[no-any-return]
+
+    def names(self) -> list[str]:
+        """Names of all runs, sorted; names of expired ones are dropped."""
+        with self._guard():
+            found = sorted(text(name) for name in self._bus.redis.smembers(keys.RUNS))
+            alive = [name for name in found if self._bus.redis.exists(keys.run(name))]
+            for name in set(found) - set(alive):
+                self._bus.redis.srem(keys.RUNS, name)
+        return alive
+
+    def get(self, name: str) -> RunView | None:
+        """The run as it is now; None when Redis does not know it."""
+        with self._guard(), self._bus.redis.pipeline(transaction=False) as pipe:
+            pipe.hgetall(keys.run(name))
+            pipe.llen(keys.pending(name))
+            pipe.zcard(keys.in_flight(name))
+            pipe.hlen(keys.opened(name))
+            table, pending, in_flight, fed = pipe.execute()
+        return _view({key.decode(): value for key, value in table.items()}, pending, in_flight, fed) if table else None
+
+    def spec(self, name: str) -> RunSpec | None:
+        """The run's spec alone."""
+        with self._guard():
+            data: Any = self._bus.redis.hget(keys.run(name), "spec")
+        return RunSpec.decode(data) if data else None
+
+    def identity(self, name: str) -> Identity | None:
+        """The engine and weights of the run's first row, once there is one."""
+        with self._guard():
+            engine, weights = self._bus.redis.hmget(keys.run(name), "engine", "weight_version")
+        return Identity(engine=text(engine), weight_version=text(weights)) if engine else None
+
+    def set_identity(self, name: str, identity: Identity) -> None:
+        """Set the identity where none is set; used when a run is rebuilt from its dataset."""
+        with self._guard(), self._bus.redis.pipeline() as pipe:
+            pipe.hsetnx(keys.run(name), "engine", identity.engine)
+            pipe.hsetnx(keys.run(name), "weight_version", identity.weight_version)
+            pipe.execute()
+
+    def activate(self, name: str) -> RunState | None:
+        """Leave `rebuilding`, or go on after a pause."""
+        return self._set(name, "active", "", "rebuilding", "paused")
+
+    def pause(self, name: str, reason: str) -> RunState | None:
+        """Stop giving out samples; what is in flight ends. Returns the state that holds now."""
+        return self._set(name, "paused", reason, "active")
+
+    def cancel(self, name: str) -> RunState | None:
+        """Stop for good, until the run is submitted again. Returns the state that holds now."""
+        return self._set(name, "cancelled", "", "active", "paused", "rebuilding")
+
+    def feed(self, name: str, cursor: int, entries: Sequence[str]) -> int | None:
+        """Make the samples from `cursor` on pending; an entry is empty, or the reason of a rejection.
+
+        Returns the new cursor; None when another dispatcher moved it, or the run is not active.
+        """
+        reached = int(self._bus.call("feed", name, cursor, *entries))
+        return reached if reached >= 0 else None
+
+    def pending(self, name: str, most: int, skip: int = 0) -> list[int]:
+        """The next ordinals that may be claimed."""
+        with self._guard():
+            return [int(ordinal) for ordinal in self._bus.redis.lrange(keys.pending(name), skip, skip + most - 1)]
+
+    def mark_done(self, name: str, lines: Iterable[Line]) -> int:
+        """Mark samples done by their manifest lines; one that is done already is not counted twice."""
+        new, batch = 0, list[str | int]()
+        for line in lines:
+            batch += (line.ordinal, line.status, line.tokens, line.bytes, line.reason)
+            if len(batch) >= 5 * _MARK_BATCH:
+                new += self._bus.call("mark_done", name, *batch)
+                batch.clear()
+        if batch:
+            new += self._bus.call("mark_done", name, *batch)
+        return new
+
+    def rewind(self, name: str) -> None:
+        """Feed from the first sample again; what is open or done is passed over."""
+        with self._guard():
+            self._bus.redis.hset(keys.run(name), "cursor", 0)
+
+    def say_waiting(self, name: str, what: str) -> None:
+        """Say, for `status`, what the run waits for; empty when for nothing."""
+        with self._guard():
+            if self._bus.redis.exists(keys.run(name)):
+                self._bus.redis.hset(keys.run(name), "waiting_for", what)
+
+    def dead(self, name: str, most: int = 100) -> list[tuple[str, int, str]]:
+        """The latest burnt attempts: request id, attempt, reason."""
+        with self._guard():
+            entries: Any = self._bus.redis.xrevrange(keys.dead(name), count=most)
+        return [(f[b"request"].decode(), int(f[b"attempt"]), f[b"reason"].decode()) for _, f in entries]
+
+    def _set(self, name: str, state: RunState, reason: str, *allowed: RunState) -> RunState | None:
+        answer = self._bus.call("set_state", name, state, reason, *allowed)
+        return answer.decode() if answer else None
+
+    def _guard(self) -> AbstractContextManager[None]:
+        return self._bus.guard()
+
+
+def _view(table: dict[str, bytes], pending: int, in_flight: int, fed: int) -> RunView:
+    def number(name: str) -> int:
+        return int(table.get(name, b"0"))
+
+    def text(name: str) -> str:
+        return table.get(name, b"").decode()
+
+    def counts(prefix: str) -> dict[str, int]:
+        found = {name.removeprefix(prefix): int(value) for name, value in table.items() if name.startswith(prefix)}
+        return dict(sorted(found.items()))
+
+    state: Any = text("state")
+    engine = table.get("engine")
+    finished = table.get("finished_at")
+    return RunView(
+        spec=RunSpec.decode(table["spec"]),
+        state=state,
+        reason=text("reason"),
+        cursor=number("cursor"),
+        stored=number("stored"),
+        rejected=number("rejected"),
+        failed=number("failed"),
+        tokens=number("tokens"),
+        bytes=number("bytes"),
+        verdicts=number("verdicts"),
+        mismatches=number("mismatches"),
+        reasons=counts("reason:"),
+        rejected_by=counts("rejected:"),
+        failed_by=counts("failed:"),
+        identity=Identity(engine=engine.decode(), weight_version=text("weight_version")) if engine else None,
+        pending=pending,
+        in_flight=in_flight,
+        fed=fed,
+        waiting_for=text("waiting_for"),
+        created_at=number("created_at") / 1000,
+        finished_at=int(finished) / 1000 if finished else None,
+    )

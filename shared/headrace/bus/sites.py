@@ -1,0 +1,99 @@
+"""Sites on the bus: registrations under a TTL, and eviction."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from headrace.bus import keys
+from headrace.bus.client import text
+from headrace.bus.values import Site
+from headrace.flow import Load
+
+if TYPE_CHECKING:
+    from headrace.bus import Bus
+
+
+class Sites:
+    """What concerns dump folders and their engines."""
+
+    def __init__(self, bus: Bus) -> None:
+        """Work over this bus."""
+        self._bus = bus
+
+    def register(self, site: Site, ttl: float) -> None:
+        """Register, or renew, for `ttl` seconds, with the folder's size as measured just now."""
+        fields: list[str | int | bytes] = []
+        for name, value in asdict(site).items():
+            fields += (name, orjson.dumps(value) if name == "boundaries" else value)
+        self._bus.call("register", site.site, round(ttl * 1000), *fields)
+
+    def unregister(self, site: str) -> None:
+        """No more requests for this engine; what was captured there is still stored."""
+        with self._bus.guard():
+            self._bus.redis.delete(keys.site(site))
+
+    def names(self) -> list[str]:
+        """Ids of all sites that are known, registered or not."""
+        with self._bus.guard():
+            return sorted(text(name) for name in self._bus.redis.smembers(keys.SITES))
+
+    def get(self, name: str) -> Site | None:
+        """The registration; None when it lapsed."""
+        with self._bus.guard():
+            reply: Any = self._bus.redis.hgetall(keys.site(name))
+        table = {key.decode(): value for key, value in reply.items()}
+        return _site(table) if "site" in table else None
+
+    def registered(self) -> list[Site]:
+        """All sites that take requests now."""
+        found = (self.get(name) for name in self.names())
+        return [site for site in found if site is not None]
+
+    def load(self, site: Site) -> Load:
+        """What the site carries now."""
+        with self._bus.guard():
+            records = self._bus.redis.hvals(keys.credits(site.site))
+        held = [tuple(map(int, record.split())) for record in records]
+        return Load(
+            requests=len(held),
+            tokens=sum(tokens for tokens, _, _ in held),
+            promised_bytes=sum(nbytes for _, nbytes, _ in held),
+            measured_bytes=site.dump_bytes,
+        )
+
+    def storing(self, name: str) -> tuple[int, int]:
+        """How many requests are captured and not stored, and how many storage jobs are queued."""
+        with self._bus.guard():
+            captured = self._bus.redis.zcard(keys.captured(name))
+        return int(captured), self._bus.jobs.depth(name)
+
+    def evict(self, name: str) -> bool:
+        """Forget a site whose registration lapsed and whose captured samples went back, with its queue."""
+        if not self._bus.call("evict", name):
+            return False
+        self._bus.jobs.delete_queue(name)
+        return True
+
+
+def _site(table: dict[str, bytes]) -> Site:
+    return Site(
+        site=table["site"].decode(),
+        url=table["url"].decode(),
+        boot=table["boot"].decode(),
+        incarnation=table["incarnation"].decode(),
+        model=table["model"].decode(),
+        boundaries=tuple(orjson.loads(table["boundaries"])),
+        final_state=table["final_state"].decode(),
+        hidden_size=int(table["hidden_size"]),
+        dtype=table["dtype"].decode(),
+        fingerprint=table["fingerprint"].decode(),
+        weight_version=table["weight_version"].decode(),
+        context_length=int(table["context_length"]),
+        max_requests=int(table["max_requests"]),
+        max_tokens=int(table["max_tokens"]),
+        dump_cap_bytes=int(table["dump_cap_bytes"]),
+        dump_bytes=int(table["dump_bytes"]),
+    )

@@ -1,0 +1,146 @@
+"""What the bus takes and returns: frozen values, so that no caller sees a Redis reply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from headrace.flow import Caps
+from headrace.runs import Identity, RunSpec
+from headrace.tensorfile import ITEM_SIZE
+
+RunState = Literal["rebuilding", "active", "paused", "cancelled", "finished"]
+AttemptKind = Literal["mismatch", "loss", "error"]
+DESTINATION_FULL = "destination full"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """A run as Redis has it now. `reasons` counts ended attempts, `rejected_by` and `failed_by` samples, by reason."""
+
+    spec: RunSpec
+    state: RunState
+    reason: str
+    cursor: int
+    stored: int
+    rejected: int
+    failed: int
+    tokens: int
+    bytes: int
+    verdicts: int
+    mismatches: int
+    reasons: Mapping[str, int]
+    rejected_by: Mapping[str, int]
+    failed_by: Mapping[str, int]
+    identity: Identity | None
+    pending: int
+    in_flight: int
+    fed: int
+    waiting_for: str
+    created_at: float
+    finished_at: float | None
+
+    @property
+    def open(self) -> int:
+        """Samples that have no manifest line yet."""
+        return self.spec.total - self.stored - self.rejected - self.failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One request to be recorded before it is posted. `dump_bytes` is what its dump will take."""
+
+    ordinal: int
+    request: str
+    tokens: int
+    dump_bytes: int
+    sample: str
+    mask: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureOutcome:
+    """What became of a proven dump.
+
+    `captured`: its storage job is `job`. `duplicate`: another request of the sample was captured. `done`: the sample's
+    line exists. `closed`: it failed or was rejected. `identity`: another engine or weights made the run's first row
+    just now. `unknown_run`, `unknown_request`: Redis does not know it.
+    """
+
+    outcome: Literal["captured", "duplicate", "done", "closed", "identity", "unknown_run", "unknown_request"]
+    job: int = 0
+    mask: tuple[int, ...] = ()
+    sample: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """A registration: one dump folder with its watcher, and the engine that fills it."""
+
+    site: str
+    url: str
+    boot: str
+    incarnation: str
+    model: str
+    boundaries: tuple[int, ...]
+    final_state: str
+    hidden_size: int
+    dtype: str
+    fingerprint: str
+    weight_version: str
+    context_length: int
+    max_requests: int
+    max_tokens: int
+    dump_cap_bytes: int
+    dump_bytes: int
+
+    @property
+    def caps(self) -> Caps:
+        """What the site takes at once."""
+        return Caps(requests=self.max_requests, tokens=self.max_tokens, dump_bytes=self.dump_cap_bytes)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of dump per token: k + 1 states of D and one int64 id."""
+        return (len(self.boundaries) + 1) * self.hidden_size * ITEM_SIZE[self.dtype] + 8
+
+    def unfit_for(self, spec: RunSpec) -> str:
+        """Why the site cannot serve the run; empty when it can."""
+        pairs = (
+            ("model", self.model, spec.engine_model),
+            ("boundaries", list(self.boundaries), list(spec.boundaries)),
+            ("final state", self.final_state, spec.final_state),
+            ("hidden size", self.hidden_size, spec.hidden_size),
+        )
+        return "; ".join(f"{name} {has!r}, the run needs {needs!r}" for name, has, needs in pairs if has != needs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """An attempt that the reaper ended: `outcome` is pending, failed, stale or unknown."""
+
+    request: str
+    outcome: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unrecorded:
+    """A failed or rejected sample whose line must be written; `request` is its last attempt, if any."""
+
+    ordinal: int
+    status: Literal["failed", "rejected"]
+    reason: str
+    request: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leases:
+    """How long a lease holds, in seconds, and for how long a dump may come after its HTTP answer."""
+
+    in_flight: float = 30.0
+    grace: float = 20.0
+    captured: float = 45.0
+    storing: float = 60.0
+    record: float = 30.0

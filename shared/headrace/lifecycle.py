@@ -1,0 +1,132 @@
+"""The life of a sample as a table, and a pure model of it that the Lua scripts must agree with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from headrace.errors import IllegalTransition
+
+
+class State(StrEnum):
+    """Where a sample is. `done` is the end: its manifest line exists."""
+
+    PENDING = "pending"
+    IN_FLIGHT = "in_flight"
+    CAPTURED = "captured"
+    FAILED = "failed"
+    REJECTED = "rejected"
+    DONE = "done"
+
+
+class Event(StrEnum):
+    """What may happen to a sample."""
+
+    CLAIM = "claim"
+    """A dispatcher takes the sample for one attempt."""
+    RELEASE = "release"
+    """The attempt did not count: no connection, a 5xx, no room."""
+    FAIL = "fail"
+    """The attempt counts and brought nothing: an error, a refusal, a lapsed lease."""
+    EXHAUST = "exhaust"
+    """As `fail`, and it was the last attempt."""
+    CAPTURE = "capture"
+    """A dump of any attempt was proven."""
+    STORE = "store"
+    """The row and its manifest line exist."""
+    REJECT = "reject"
+    """The sample can never be extracted."""
+    RECORD = "record"
+    """The manifest line of a failed or rejected sample exists."""
+
+
+# A missing key is an illegal transition. A valid dump wins until the sample is captured, also from pending; a
+# row with its line is accepted from anywhere, since the line is the commit.
+TRANSITIONS: dict[State, dict[Event, State]] = {
+    State.PENDING: {
+        Event.CLAIM: State.IN_FLIGHT,
+        Event.CAPTURE: State.CAPTURED,
+        Event.STORE: State.DONE,
+        Event.REJECT: State.REJECTED,
+    },
+    State.IN_FLIGHT: {
+        Event.RELEASE: State.PENDING,
+        Event.FAIL: State.PENDING,
+        Event.EXHAUST: State.FAILED,
+        Event.CAPTURE: State.CAPTURED,
+        Event.STORE: State.DONE,
+    },
+    State.CAPTURED: {
+        Event.FAIL: State.PENDING,
+        Event.EXHAUST: State.FAILED,
+        Event.STORE: State.DONE,
+    },
+    State.FAILED: {Event.RECORD: State.DONE, Event.STORE: State.DONE},
+    State.REJECTED: {Event.RECORD: State.DONE, Event.STORE: State.DONE},
+    State.DONE: {},
+}
+
+
+def next_state(state: State, event: Event) -> State:
+    """Look the transition up.
+
+    Raises:
+        IllegalTransition: the state does not allow the event.
+    """
+    try:
+        return TRANSITIONS[state][event]
+    except KeyError:
+        raise IllegalTransition(f"a sample that is {state} cannot {event}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A sample's state, the attempts burnt, and the request that is in flight (`live`) or whose dump won (`captured`).
+
+    `job` is k: how many storage jobs were opened for the captured request.
+    """
+
+    state: State = State.PENDING
+    attempts: int = 0
+    live: str = ""
+    captured: str = ""
+    job: int = 0
+
+    def claim(self, request: str) -> Sample:
+        """Open an attempt."""
+        state = next_state(self.state, Event.CLAIM)
+        return replace(self, state=state, attempts=self.attempts + 1, live=request)
+
+    def end_attempt(self, *, burn: bool, max_attempts: int) -> Sample:
+        """Close the live attempt, or the captured one whose dump is gone, without a row."""
+        attempts = self.attempts if burn else max(0, self.attempts - 1)
+        event = Event.EXHAUST if attempts >= max_attempts else Event.FAIL if burn else Event.RELEASE
+        state = next_state(self.state, event)
+        return replace(self, state=state, attempts=attempts, live="", captured="", job=0)
+
+    def capture(self, request: str) -> Sample:
+        """A dump of `request` was proven; it wins over the live attempt."""
+        return replace(self, state=next_state(self.state, Event.CAPTURE), live="", captured=request, job=1)
+
+    def reopen_job(self) -> Sample:
+        """The storing lease lapsed: open the next storage job for the same dump."""
+        if self.state is not State.CAPTURED:
+            raise IllegalTransition(f"a sample that is {self.state} has no storage job")
+        return replace(self, job=self.job + 1)
+
+    def store(self) -> Sample:
+        """The row and its line exist."""
+        return replace(self, state=next_state(self.state, Event.STORE), live="", captured="")
+
+    def reject(self) -> Sample:
+        """The sample can never be extracted."""
+        return replace(self, state=next_state(self.state, Event.REJECT), live="")
+
+    def record(self) -> Sample:
+        """The line of a failed or rejected sample exists."""
+        return replace(self, state=next_state(self.state, Event.RECORD))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the sample's line exists."""
+        return self.state is State.DONE
