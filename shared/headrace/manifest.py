@@ -123,14 +123,17 @@ class ManifestReader:
         self._folder = folder / MANIFEST_FOLDER
         self._position: dict[str, tuple[int, int]] = {}
 
-    def read_new(self) -> Iterator[Line | Damage]:
-        """Yield every line that was completed since the last call, damaged ones as `Damage`."""
+    def read_new(self, mentioning: bytes = b"") -> Iterator[Line | Damage]:
+        """Yield every line that was completed since the last call, damaged ones as `Damage`.
+
+        Lines without the bytes `mentioning` are passed over undecoded: the quick way to one sample's lines.
+        """
         if not self._folder.is_dir():
             return
         for path in sorted(self._folder.glob(f"*{SEGMENT_SUFFIX}")):
-            yield from self._read_segment(path)
+            yield from self._read_segment(path, mentioning)
 
-    def _read_segment(self, path: Path) -> Iterator[Line | Damage]:
+    def _read_segment(self, path: Path, mentioning: bytes) -> Iterator[Line | Damage]:
         offset, number = self._position.get(path.name, (0, 0))
         if path.stat().st_size <= offset:
             return
@@ -141,7 +144,7 @@ class ManifestReader:
                     break
                 offset, number = offset + len(data), number + 1
                 self._position[path.name] = (offset, number)
-                if data.strip():
+                if data.strip() and mentioning in data:
                     yield _line_or_damage(path.name, number, data)
 
 

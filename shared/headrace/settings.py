@@ -1,0 +1,125 @@
+"""Settings of every service: `HEADRACE_*` variables, `HEADRACE_*_FILE` for secrets, or a TOML file."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+from headrace.errors import UsageError
+
+PREFIX = "HEADRACE_"
+CONFIG_VARIABLE = "HEADRACE_CONFIG"
+
+
+class Settings(BaseSettings):
+    """One table for all services; each reads what it needs. Times are in seconds, sizes in bytes."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", hide_input_in_errors=True)
+
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    redis_password: SecretStr = SecretStr("")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["json", "console"] = "json"
+    health_host: str = "127.0.0.1"
+    health_port: int = Field(default=0, ge=0, le=65535, description="0: no port for metrics and health")
+
+    dump_dir: Path = Path("/dev/shm/headrace")
+    rescan_seconds: float = Field(default=1.0, gt=0, description="how often the folder is read without an event")
+    heartbeat_seconds: float = Field(default=3.0, gt=0, description="how often leases and registration are renewed")
+    site_ttl_seconds: float = Field(default=15.0, gt=0)
+
+    engine_url: str = "http://127.0.0.1:30000"
+    engine_timeout_seconds: float = Field(default=600.0, gt=0, description="of one /generate")
+    canary_timeout_seconds: float = Field(default=60.0, gt=0)
+    max_requests: int = Field(default=64, ge=1, description="in flight to the engine")
+    max_tokens: int = Field(default=262_144, ge=1, description="in flight to the engine")
+    dump_cap_bytes: int = Field(default=8 << 30, ge=1, description="of the dump folder, promised ones included")
+    orphan_grace_seconds: float = Field(default=60.0, gt=0, description="before a dump that nobody asked for goes")
+    quarantine_dir: Path = Path("/var/tmp/headrace-quarantine")
+    quarantine_bytes: int = Field(default=1 << 30, ge=0, description="oldest refused dumps go first")
+
+    window: int = Field(default=1000, ge=1, description="samples of a run that are pending at once")
+    reap_seconds: float = Field(default=1.0, gt=0)
+
+    lease_in_flight_seconds: float = Field(default=30.0, gt=0)
+    lease_grace_seconds: float = Field(default=20.0, gt=0, description="for the dump, after the HTTP answer")
+    lease_captured_seconds: float = Field(default=45.0, gt=0)
+    lease_storing_seconds: float = Field(default=60.0, gt=0)
+    lease_record_seconds: float = Field(default=30.0, gt=0)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Order: arguments, variables, `*_FILE` variables, the TOML file that `HEADRACE_CONFIG` names."""
+        config = os.environ.get(CONFIG_VARIABLE)
+        toml = (TomlConfigSettingsSource(settings_cls, Path(config)),) if config else ()
+        return init_settings, env_settings, _FileVariables(settings_cls), *toml
+
+
+class _FileVariables(PydanticBaseSettingsSource):
+    """`HEADRACE_X_FILE=/path`: the value of X is that file's content without the trailing newline."""
+
+    def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
+        path = os.environ.get(f"{PREFIX}{field_name.upper()}_FILE")
+        if path is None:
+            return None, field_name, False
+        try:
+            return Path(path).read_text().rstrip("\r\n"), field_name, False
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{PREFIX}{field_name.upper()}_FILE={path}: {error}") from error
+
+    def __call__(self) -> dict[str, Any]:
+        found = {name: self.get_field_value(field, name)[0] for name, field in self.settings_cls.model_fields.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def load_settings(**overrides: Any) -> Settings:
+    """Read the settings of this process.
+
+    Raises:
+        UsageError: a value is wrong or a name is unknown; the message names it and the nearest known one.
+    """
+    _check_config_file()
+    _check_variables(os.environ)
+    try:
+        return Settings(**{name: value for name, value in overrides.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise UsageError(f"setting {name!r} is unknown{_nearest(name)}") from error
+        raise UsageError(f"setting {name} ({PREFIX}{name.upper()}): {first['msg']}") from error
+    except ValueError as error:  # a TOML file that does not parse
+        raise UsageError(f"{CONFIG_VARIABLE}={os.environ.get(CONFIG_VARIABLE)}: {error}") from error
+
+
+def _check_config_file() -> None:
+    config = os.environ.get(CONFIG_VARIABLE)
+    if config and not Path(config).is_file():
+        raise UsageError(f"{CONFIG_VARIABLE}={config}: there is no such file")
+
+
+def _check_variables(environ: Mapping[str, str]) -> None:
+    for variable in environ:
+        name = variable.removeprefix(PREFIX).lower()
+        if not variable.startswith(PREFIX) or variable == CONFIG_VARIABLE or name.startswith(("engine_", "capture_")):
+            continue  # the engine's and the plugin's own variables are theirs to check
+        if name.removesuffix("_file") not in Settings.model_fields:
+            raise UsageError(f"{variable} is not a setting{_nearest(name)}")
+
+
+def _nearest(name: str) -> str:
+    close = difflib.get_close_matches(name.removesuffix("_file"), Settings.model_fields, n=1)
+    return f"; did you mean {PREFIX}{close[0].upper()}?" if close else ""
