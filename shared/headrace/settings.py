@@ -46,6 +46,7 @@ class Settings(BaseSettings):
 
     window: int = Field(default=1000, ge=1, description="samples of a run that are pending at once")
     reap_seconds: float = Field(default=1.0, gt=0)
+    drain_seconds: float = Field(default=20.0, ge=0, description="for requests in flight, after SIGTERM")
 
     lease_in_flight_seconds: float = Field(default=30.0, gt=0)
     lease_grace_seconds: float = Field(default=20.0, gt=0, description="for the dump, after the HTTP answer")

@@ -80,14 +80,15 @@ def judge(dump: Dump, request: RequestId, requirement: Requirement) -> Match | R
     The token ids are proven by the digest inside the id, so a verdict needs no other state.
     """
     header = dump.header
+    identity = Identity(engine=header.engine, weight_version=header.weight_version)
     refusal = (
         _tokens(dump, request)
         or _layers(header, requirement)
         or _shape(header, requirement)
         or _values(header)
-        or _identity(header, requirement.identity)
+        or changed_identity(identity, requirement.identity)
     )
-    return refusal or Match(identity=Identity(engine=header.engine, weight_version=header.weight_version))
+    return refusal or Match(identity=identity)
 
 
 def _tokens(dump: Dump, request: RequestId) -> Refusal | None:
@@ -137,13 +138,14 @@ def _values(header: DumpHeader) -> Refusal | None:
     return None
 
 
-def _identity(header: DumpHeader, first: Identity | None) -> Refusal | None:
+def changed_identity(found: Identity, first: Identity | None) -> Refusal | None:
+    """Refuse an engine or weights other than those of the run's first row, if it has one."""
     if first is None:
         return None
-    if header.engine != first.engine:
-        detail = f"engine {header.engine!r}, the run's first row came from {first.engine!r}"
+    if found.engine != first.engine:
+        detail = f"engine {found.engine!r}, the run's first row came from {first.engine!r}"
         return Refusal(reason=Reason.ENGINE_CHANGED, detail=detail)
-    if header.weight_version != first.weight_version:
-        detail = f"weights {header.weight_version!r}, the run's first row had {first.weight_version!r}"
+    if found.weight_version != first.weight_version:
+        detail = f"weights {found.weight_version!r}, the run's first row had {first.weight_version!r}"
         return Refusal(reason=Reason.WEIGHTS_CHANGED, detail=detail)
     return None

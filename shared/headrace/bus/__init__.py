@@ -14,6 +14,7 @@ from headrace.bus.runs import Runs
 from headrace.bus.scripts import Scripts
 from headrace.bus.sites import Sites
 from headrace.bus.values import Leases
+from headrace.settings import Settings
 
 __all__ = ["Bus"]
 
@@ -42,6 +43,18 @@ class Bus:
         bus = cls(connect(url, password), where=redact(url), leases=leases)
         bus.ping()
         return bus
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Bus:
+        """Open the server that the settings name, with their leases; raises as `open`."""
+        leases = Leases(
+            in_flight=settings.lease_in_flight_seconds,
+            grace=settings.lease_grace_seconds,
+            captured=settings.lease_captured_seconds,
+            storing=settings.lease_storing_seconds,
+            record=settings.lease_record_seconds,
+        )
+        return cls.open(settings.redis_url, settings.redis_password.get_secret_value(), leases=leases)
 
     def ping(self) -> None:
         """Raise Unavailable or UsageError unless the server answers."""

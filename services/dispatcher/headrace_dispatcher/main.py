@@ -1,0 +1,13 @@
+"""The console script `headrace-dispatcher`."""
+
+from __future__ import annotations
+
+from headrace.extras import needs_extra
+
+
+def run() -> None:
+    """Run the dispatcher until SIGTERM."""
+    with needs_extra("dispatcher"):
+        from headrace import service
+        from headrace_dispatcher.daemon import loop
+    service.run("dispatcher", loop, "redis")

@@ -1,0 +1,55 @@
+"""Which pending samples go to a site now: a pure decision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from headrace.flow import Caps, Room, can_ever_fit
+
+
+class Fit(StrEnum):
+    """How a sample stands to the sites that could serve its run."""
+
+    NOW = "now"
+    LATER = "later"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """One site: its caps, the longest prompt its engine takes, and the bytes of dump per token."""
+
+    caps: Caps
+    context_length: int
+    bytes_per_token: int
+
+    def could_take(self, tokens: int) -> bool:
+        """Whether a prompt of this length would fit if nothing else ran there."""
+        return tokens <= self.context_length and can_ever_fit(self.caps, tokens, dump_bytes(tokens, self))
+
+
+def dump_bytes(tokens: int, limits: Limits) -> int:
+    """Bytes that a dump of so many tokens takes: states, ids, the header, and the folder's last page."""
+    return tokens * limits.bytes_per_token + 16384
+
+
+def choose(lengths: Sequence[int], room: Room, here: Limits, elsewhere: Sequence[Limits]) -> list[Fit]:
+    """Decide for the next pending samples, given by their lengths in tokens, in order.
+
+    Samples keep their order: behind one that must wait for room, all wait, so that a long prompt is not starved by
+    short ones. A sample that only another site can take is passed over here.
+    """
+    decisions: list[Fit] = []
+    blocked = False
+    for tokens in lengths:
+        if not here.could_take(tokens):
+            decisions.append(Fit.LATER if any(site.could_take(tokens) for site in elsewhere) else Fit.NEVER)
+        elif blocked or not room.fits(tokens, dump_bytes(tokens, here)):
+            blocked = True
+            decisions.append(Fit.LATER)
+        else:
+            room = room.less(tokens, dump_bytes(tokens, here))
+            decisions.append(Fit.NOW)
+    return decisions
