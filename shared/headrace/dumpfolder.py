@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from headrace.dumps import Dump, EngineCard, Lost, check_schema, decode_metadata
+from headrace.dumps import SITE_FILE, Dump, EngineCard, Lost, check_schema, decode_metadata
 from headrace.errors import Unreadable
 from headrace.tensorfile import MAX_HEADER, decode_header
 
@@ -62,6 +62,16 @@ def read_lost(path: Path) -> Lost:
         return Lost(**_json(path))
     except TypeError as error:
         raise Unreadable(f"{path.name}: {error}") from error
+
+
+def read_site(folder: Path) -> str | None:
+    """The site's id that the watcher wrote into the folder; None before it did."""
+    try:
+        with open_nofollow(folder / SITE_FILE) as file:
+            name = file.read(64).decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        return None
+    return name if name.isalnum() else None
 
 
 def _json(path: Path) -> dict[str, Any]:

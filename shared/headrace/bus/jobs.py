@@ -66,6 +66,18 @@ class StorageQueue(Queue):
     job_class = StorageJob
 
 
+class StorageWorker(SimpleWorker):
+    """RQ's worker without forks, which tells its process when it is asked to stop."""
+
+    max_connection_wait_time = 2.0
+    on_stop: Callable[[], None]
+
+    def handle_warm_shutdown_request(self) -> None:
+        """SIGTERM or SIGINT came: the running job ends, then `work` returns."""
+        super().handle_warm_shutdown_request()  # type: ignore[no-untyped-call]
+        self.on_stop()
+
+
 class Jobs:
     """Queues storage jobs and runs them."""
 
@@ -123,14 +135,14 @@ class Jobs:
         """The RQ queue of a site."""
         return StorageQueue(keys.store_queue(site), connection=self._bus.redis, serializer=Serializer)
 
-    def worker(self, site: str, name: str, handler: Handler) -> SimpleWorker:
+    def worker(self, site: str, name: str, handler: Handler, on_stop: Callable[[], None]) -> StorageWorker:
         """An RQ worker in this process (its main thread) on the site's queue alone.
 
-        `handler` gets each decoded message. A worker on one queue loses nothing when it is killed that the storing
-        lease would not bring back.
+        `handler` gets each decoded message; `on_stop` is called when a signal asked the worker to stop. A worker on
+        one queue loses nothing when it is killed that the storing lease would not bring back.
         """
         StorageJob.handlers[HANDLE] = handler
-        return SimpleWorker(
+        worker = StorageWorker(
             [self.rq_queue(site)],
             name=name,
             connection=self._bus.redis,
@@ -141,3 +153,5 @@ class Jobs:
             maintenance_interval=60,
             log_job_description=False,
         )
+        worker.on_stop = on_stop
+        return worker
