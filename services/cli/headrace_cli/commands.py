@@ -1,0 +1,205 @@
+"""The commands of `headrace`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import headrace
+from headrace.bus import Bus
+from headrace.bus.values import RunState, RunView
+from headrace.errors import Conflict, RunIncomplete, Unavailable, UsageError, VerificationFailed
+from headrace.settings import load_settings
+from headrace_cli import console
+from headrace_cli.doctor import examine
+from headrace_cli.follow import follow
+from headrace_cli.submit import submit_run
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="Hidden states of a served model, proven token by token, on their way to draft training.",
+    epilog="Exit codes: 0 done, 1 error, 2 wrong input, 3 something is away, 4 conflict, 5 verification failed, "
+    "6 the run ended with samples open.",
+)
+
+Run = Annotated[str, typer.Argument(help="The run's name.", show_default=False)]
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        console.out.print(f"headrace {headrace.__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option(help="Where everything of the demo lives.")] = Path("headrace-demo"),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete an earlier demo in that folder first.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Extract only the first N conversations.")] = None,
+) -> None:
+    """Extract 60 conversations with a real model on this machine, and verify every row."""
+    from headrace.extras import needs_extra
+
+    with needs_extra("all"):
+        from headrace_cli.demo import run_demo
+    run_demo(folder, fresh=fresh, limit=limit)
+
+
+@app.command()
+def submit(
+    run_file: Annotated[Path, typer.Argument(help="The run's TOML file.", show_default=False)],
+    start: Annotated[int, typer.Option(min=0, help="First sample of the data.")] = 0,
+    end: Annotated[int | None, typer.Option(min=1, help="Sample to stop before.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many samples.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the run until it ends.")] = False,
+    engine_check: Annotated[
+        bool, typer.Option(help="Refuse when no registered engine can serve the run; --no-engine-check queues it.")
+    ] = True,
+) -> None:
+    """Normalise a run's samples into its output folder and start it, or go on with it."""
+    with _bus() as bus:
+        view = submit_run(bus, run_file, start=start, end=end, limit=limit, engine_check=engine_check)
+        if wait and view.state != "finished":
+            _finish(follow(bus, view.spec.run))
+
+
+@app.command("list")
+def list_runs() -> None:
+    """List the runs that Redis knows."""
+    with _bus() as bus:
+        views = [view for view in map(bus.runs.get, bus.runs.names()) if view is not None]
+    if views:
+        console.out.print(console.runs_table(views))
+    else:
+        console.out.print("No runs. Start one with: headrace submit RUN.toml")
+
+
+@app.command()
+def status(
+    run: Annotated[str, typer.Argument(help="The run's name; all runs when left out.")] = "",
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the run until it ends.")] = False,
+) -> None:
+    """Show a run's progress, rate, time left, and reasons."""
+    if not run:
+        if wait:
+            raise UsageError("--wait follows one run: name it")
+        list_runs()
+        return
+    with _bus() as bus:
+        view = _known(bus, run)
+        if wait:
+            view = follow(bus, run)
+        console.out.print(console.run_table(view))
+    _finish(view)
+
+
+@app.command()
+def pause(run: Run, reason: Annotated[str, typer.Option(help="Shown by status.")] = "by hand") -> None:
+    """Give out no more samples of a run; what is in flight is still stored."""
+    with _bus() as bus:
+        _known(bus, run)
+        _say(run, bus.runs.pause(run, reason), "paused")
+
+
+@app.command()
+def resume(run: Run) -> None:
+    """Go on with a paused run."""
+    with _bus() as bus:
+        _known(bus, run)
+        _say(run, bus.runs.activate(run), "active", "finished")
+
+
+@app.command()
+def cancel(run: Run) -> None:
+    """Stop a run for good; submitting it again goes on with it."""
+    with _bus() as bus:
+        _known(bus, run)
+        _say(run, bus.runs.cancel(run), "cancelled")
+
+
+@app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(help="The dataset's folder.", show_default=False)],
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint to recompute with; the run's own if it is here.")
+    ] = None,
+    sample: Annotated[int, typer.Option(min=0, help="Rows to recompute; 0 for none.")] = 8,
+    all_rows: Annotated[bool, typer.Option("--all", help="Recompute every row.")] = False,
+    semantic: Annotated[bool, typer.Option(help="Check next-token ranks with the model's head.")] = True,
+    tolerance: Annotated[float | None, typer.Option(help="Relative Frobenius norm; default by dtype.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Check a dataset without trusting the pipeline: books, checksums, shapes, and recomputed states."""
+    from headrace_cli.verify import render
+    from headrace_cli.verify import verify as run_verify
+
+    with console.progress_bar() as bar:
+        task = bar.add_task("verifying", total=None, visible=not as_json)
+        report = run_verify(
+            folder,
+            model=model,
+            sample=sample,
+            all_rows=all_rows,
+            semantic=semantic,
+            tolerance=tolerance,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    if as_json:
+        console.out.print_json(json.dumps(report.to_json()))
+    else:
+        console.out.print(render(report))
+    if not report.ok:
+        raise VerificationFailed(f"{folder}: {len(report.problems)} problems; see above")
+
+
+@app.command()
+def doctor() -> None:
+    """Check Redis, the registered engines, their writers and the dispatchers, and say what to change."""
+    settings = load_settings()
+    findings = examine(settings)
+    for finding in findings:
+        mark = "[green]ok  [/]" if finding.ok else "[red]fix [/]"
+        console.out.print(f"{mark} {finding.what}" + ("" if finding.ok else f"\n     {finding.fix}"))
+    bad = sum(not finding.ok for finding in findings)
+    if bad:
+        raise Unavailable(f"{bad} of {len(findings)} checks need a change; see above")
+
+
+def _bus() -> _OpenBus:
+    return _OpenBus()
+
+
+class _OpenBus:
+    """A bus over the settings' Redis, closed at the end of the block."""
+
+    def __enter__(self) -> Bus:
+        self._bus = Bus.from_settings(load_settings())
+        return self._bus
+
+    def __exit__(self, *_: object) -> None:
+        self._bus.close()
+
+
+def _known(bus: Bus, run: str) -> RunView:
+    view = bus.runs.get(run)
+    if view is None:
+        known = ", ".join(bus.runs.names()) or "none"
+        raise UsageError(f"no run {run!r} in Redis (known: {known}); submit its run file again to bring it back")
+    return view
+
+
+def _say(run: str, state: RunState | None, *wanted: RunState) -> None:
+    if state not in wanted:
+        raise Conflict(f"run {run!r} is {state or 'gone'}; it cannot become {wanted[0]}")
+    console.out.print(f"run {run}: {state}")
+
+
+def _finish(view: RunView) -> None:
+    if view.state in ("finished", "cancelled") and view.open:
+        raise RunIncomplete(f"run {view.spec.run} is {view.state} with {view.open} samples open; submit it again")

@@ -1,0 +1,106 @@
+"""How the command line speaks: tables, progress, and numbers for people."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from headrace.bus.values import RunView
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def progress_bar() -> Progress:
+    """A bar with counts, a description and an estimate of the time left."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("[progress.description]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=out,
+    )
+
+
+def human_bytes(count: float) -> str:
+    """`1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def human_seconds(seconds: float) -> str:
+    """`1h 02m`, `3m 20s` or `12s`."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+def books(view: RunView) -> str:
+    """The line that a run ends with."""
+    return (
+        f"stored {view.stored} / {view.spec.total} · rejected {view.rejected} · failed {view.failed} · "
+        f"mismatches {view.mismatches}"
+    )
+
+
+def state_of(view: RunView) -> str:
+    """The state, with its reason."""
+    return f"{view.state}: {view.reason}" if view.reason else view.state
+
+
+def runs_table(views: list[RunView]) -> Table:
+    """A row for each run."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("run", "state", "stored", "rejected", "failed", "open", "output"):
+        right = name in ("stored", "rejected", "failed", "open")
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    for view in views:
+        counts = (f"{view.stored} / {view.spec.total}", str(view.rejected), str(view.failed), str(view.open))
+        table.add_row(view.spec.run, state_of(view), *counts, view.spec.output)
+    return table
+
+
+def run_table(view: RunView) -> Table:
+    """All about one run: progress, rate, time left, reasons."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    spec = view.spec
+    table.add_row("run", f"{spec.run}  ({state_of(view)})")
+    if view.waiting_for:
+        table.add_row("waiting for", view.waiting_for)
+    table.add_row("samples", books(view) + f" · open {view.open}")
+    table.add_row("now", f"{view.pending} pending · {view.in_flight} in flight · {view.fed} fed and not done")
+    table.add_row("stored", f"{view.tokens:,} tokens · {human_bytes(view.bytes)}")
+    table.add_row("rate", _rate(view))
+    for title, counts in (
+        ("ended attempts", view.reasons),
+        ("rejected", view.rejected_by),
+        ("failed", view.failed_by),
+    ):
+        if counts:
+            table.add_row(title, " · ".join(f"{reason} {count}" for reason, count in counts.items()))
+    if view.identity is not None:
+        table.add_row("engine", f"{view.identity.engine}, weights {view.identity.weight_version}")
+    table.add_row("boundaries", f"{list(spec.boundaries)} and {spec.final_state}, format {spec.format}")
+    table.add_row("output", spec.output)
+    return table
+
+
+def _rate(view: RunView) -> str:
+    if view.state == "finished" and view.finished_at is not None:
+        return f"finished in {human_seconds(view.finished_at - view.created_at)}"
+    seconds = time.time() - view.rate_since if view.rate_since else 0.0
+    rows, tokens = view.stored - view.rate_rows, view.tokens - view.rate_tokens
+    if seconds < 1 or rows <= 0 or view.state != "active":
+        return "no row stored lately"
+    left = human_seconds(view.open / (rows / seconds))
+    return f"{rows / seconds:.1f} rows/s · {tokens / seconds:,.0f} tokens/s · {left} left"

@@ -1,0 +1,187 @@
+"""Reads a run file: one `[run]` table of TOML, checked whole, every fault told in one line."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import tomllib
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from headrace.errors import UsageError
+from headrace.ids import check_run_name
+
+MaskRule = Literal["assistant", "last_assistant", "all"]
+FinalState = Literal["pre_norm", "post_norm"]
+# A request id has nine digits for its tokens.
+_LONGEST = 999_999_999
+
+
+class _Table(BaseModel):
+    """The `[run]` table as written; each description completes the sentence "give ..."."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    name: str = Field(description="1 to 24 of the characters a-z and 0-9")
+    data: str | list[str] = Field(min_length=1, description="the path of a JSONL file, or a list of such paths")
+    output: str = Field(min_length=1, description="the folder of the dataset")
+    model: str = Field(min_length=1, description="a checkpoint folder or the word of a known model")
+    engine_model: str | None = Field(default=None, min_length=1, description="the name that the engine gives its model")
+    boundaries: Literal["eagle3"] | list[int] = Field(
+        default="eagle3", min_length=1, description='"eagle3" or an ascending list of whole numbers'
+    )
+    final_state: FinalState = Field(default="pre_norm", description='"pre_norm" or "post_norm"')
+    format: str = Field(default="headrace", min_length=1, description="the name of an output format")
+    max_length: int = Field(default=4096, ge=1, le=_LONGEST, description="a whole number of tokens, at least 1")
+    max_attempts: int = Field(default=3, ge=1, description="a whole number, at least 1")
+    chat_template: str | None = Field(default=None, min_length=1, description="the path of a jinja file")
+    mask: MaskRule = Field(default="assistant", description='"assistant", "last_assistant" or "all"')
+    trust_remote_code: bool = Field(default=False, description="true or false")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFile:
+    """A run as its file asks for it: paths are absolute, the model's word and `eagle3` are still as written.
+
+    `max_length` is in tokens: a longer sample is rejected, never cut. `mask` says which tokens of a conversation
+    are trained; a sample that brings its own loss mask keeps it. `boundaries` is `eagle3` or ascending ints.
+    """
+
+    path: Path
+    name: str
+    data: tuple[Path, ...]
+    output: Path
+    model: str
+    engine_model: str
+    boundaries: Literal["eagle3"] | tuple[int, ...]
+    final_state: FinalState
+    format: str
+    max_length: int
+    max_attempts: int
+    chat_template: Path | None
+    mask: MaskRule
+    trust_remote_code: bool
+
+    def model_folder(self, resolve_model: Callable[[str], Path | None]) -> Path:
+        """The checkpoint's absolute folder.
+
+        `resolve_model` maps the word of a known model to its folder, anything else to None: then the model is a
+        path, relative to the run file's folder.
+        """
+        known = resolve_model(self.model)
+        return _absolute(self.path.parent, self.model) if known is None else known.resolve()
+
+    def check_format(self, known_formats: Collection[str]) -> str:
+        """Return the format's name; raises UsageError for one that is not known."""
+        if self.format not in known_formats:
+            names = ", ".join(sorted(known_formats))
+            hint = _nearest(self.format, known_formats)
+            raise UsageError(f"{self.path}: run.format = {self.format!r} is no known format{hint}; known are {names}")
+        return self.format
+
+    def resolve_boundaries(self, layers: int) -> tuple[int, ...]:
+        """The boundaries for a model of `layers` decoder layers; `eagle3` is 2, L//2, L-3, as SGLang's default.
+
+        Raises:
+            UsageError: one is below 0 or above `layers`, or they do not ascend.
+        """
+        asked = self.boundaries
+        if isinstance(asked, str):
+            if not 2 < layers // 2 < layers - 3:
+                problem = f"{asked!r}: the model has only {layers} layers; give a list of boundaries"
+                raise UsageError(f"{self.path}: run.boundaries = {problem}")
+            return 2, layers // 2, layers - 3
+        if outside := [b for b in asked if not 0 <= b <= layers]:
+            problem = f"{list(asked)}: {outside[0]} is outside 0 to {layers}, the model's layers; mend the list"
+            raise UsageError(f"{self.path}: run.boundaries = {problem}")
+        return asked
+
+
+def load_run_file(path: Path) -> RunFile:
+    """Read a run file; relative paths in it are relative to its folder.
+
+    Raises:
+        UsageError: it is missing, not TOML, or a key is unknown, missing or of a wrong value.
+    """
+    # Not resolved: a mounted configuration is a link, and paths are relative to where it seems to be.
+    path = path.absolute()
+    table = _read_table(path)
+    try:
+        run = _Table.model_validate(table)
+        check_run_name(run.name)
+        boundaries = run.boundaries if isinstance(run.boundaries, str) else _ascending(run.boundaries)
+    except ValidationError as error:
+        raise UsageError(f"{path}: {'; '.join(_faults(error, table))}") from error
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+    data = [run.data] if isinstance(run.data, str) else run.data
+    return RunFile(
+        path=path,
+        name=run.name,
+        data=tuple(_absolute(path.parent, entry) for entry in data),
+        output=_absolute(path.parent, run.output),
+        model=run.model,
+        engine_model=run.model if run.engine_model is None else run.engine_model,
+        boundaries=boundaries,
+        final_state=run.final_state,
+        format=run.format,
+        max_length=run.max_length,
+        max_attempts=run.max_attempts,
+        chat_template=None if run.chat_template is None else _absolute(path.parent, run.chat_template),
+        mask=run.mask,
+        trust_remote_code=run.trust_remote_code,
+    )
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            document = tomllib.load(file)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}; name a run file that can be read") from error
+    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError
+        raise UsageError(f"{path}: not TOML: {error}; mend the file") from error
+    table = document.get("run")
+    if not isinstance(table, dict):
+        raise UsageError(f"{path}: no [run] table; put the keys of the run below a line [run]")
+    if extra := sorted(set(document) - {"run"}):
+        hint = _nearest(extra[0], _Table.model_fields)
+        raise UsageError(f"{path}: {extra[0]!r} is outside the [run] table{hint}; move or remove it")
+    return table
+
+
+def _faults(error: ValidationError, table: dict[str, Any]) -> Iterable[str]:
+    """One phrase a key: a union reports each of its members, so the first report of a key stands for all."""
+    seen = set()
+    for fault in error.errors(include_url=False):
+        key = str(fault["loc"][0])
+        if key in seen:
+            continue
+        seen.add(key)
+        if fault["type"] == "extra_forbidden":
+            yield f"run.{key} is an unknown key{_nearest(key, _Table.model_fields)}"
+            continue
+        help_text = _Table.model_fields[key].description
+        if fault["type"] == "missing":
+            yield f"run.{key} is missing: give {help_text}"
+        else:
+            yield f"run.{key} = {str(table[key])[:80]!r}: give {help_text}"
+
+
+def _ascending(boundaries: Sequence[int]) -> tuple[int, ...]:
+    if boundaries[0] < 0 or any(low >= high for low, high in itertools.pairwise(boundaries)):
+        raise UsageError(f"run.boundaries = {list(boundaries)}: give ascending boundaries from 0, none twice")
+    return tuple(boundaries)
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _absolute(base: Path, text: str) -> Path:
+    return (base / Path(text).expanduser()).resolve()

@@ -1,0 +1,157 @@
+"""What one storage job does: row, line, then `stored` in Redis, then the dump goes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from structlog.contextvars import bound_contextvars
+
+from headrace import logs, metrics
+from headrace.bus import Bus
+from headrace.bus.values import DESTINATION_FULL
+from headrace.dumps import DUMP_SUFFIX
+from headrace.errors import Unavailable
+from headrace.ids import RequestId
+from headrace.messages import Job, RecordJob, StoreJob
+from headrace.quarantine import Quarantine
+from headrace.runs import RunSpec
+from headrace.settings import Settings
+from headrace.verdicts import Refusal
+from headrace_writer.destination import DestinationFull
+from headrace_writer.store import DumpGone, Refused, Store, Stored, finish
+
+log = logs.get(__name__)
+
+_OPEN_RUNS = 8
+
+
+class Handler:
+    """Runs jobs of one site. Any job may come twice, or after its sample is done."""
+
+    def __init__(self, bus: Bus, site: str, dump_dir: Path, writer: str, settings: Settings) -> None:
+        """`writer` names this life of the process."""
+        self._bus = bus
+        self._site = site
+        self._dump_dir = dump_dir
+        self._writer = writer
+        self._quarantine = Quarantine(settings.quarantine_dir, settings.quarantine_bytes)
+        self._stores: OrderedDict[str, tuple[RunSpec, Store]] = OrderedDict()
+
+    def __call__(self, job: Job) -> None:
+        """Run one job; raises what RQ shall show as a failed job. The storing lease brings the job again."""
+        if isinstance(job, StoreJob):
+            with bound_contextvars(request=job.request):
+                self._store_job(job)
+        else:
+            self._record_job(job)
+
+    def close(self) -> None:
+        """Close the datasets."""
+        for _, store in self._stores.values():
+            store.close()
+
+    def _store_job(self, job: StoreJob) -> None:
+        request = job.id
+        answer = self._bus.requests.begin_store(request, job.job, self._site)
+        path = self._dump_dir / f"{job.request}{DUMP_SUFFIX}"
+        if answer == "done":
+            finish(path)
+        if answer != "go":
+            return
+        spec = self._bus.runs.spec(request.run)
+        if spec is None:
+            log.warning("no such run", run=request.run)
+            return
+        began = time.monotonic()
+        with self._minding(request.run), self._renewing(request, job.job):
+            outcome = self._store(spec).store(job, path, datetime.now(UTC))
+        if isinstance(outcome, Stored):
+            new = self._bus.requests.stored(request, self._site, outcome.line.bytes) == "stored"
+            finish(path)
+            if new:
+                _count(request, outcome.line.bytes, time.monotonic() - began)
+            log.info("stored", ordinal=request.ordinal, adopted=outcome.adopted, already=outcome.already)
+        elif isinstance(outcome, Refused):
+            self._refuse(request, path, outcome.refusal)
+        else:
+            assert isinstance(outcome, DumpGone)
+            log.warning("the dump is gone; its captured lease will lapse")
+
+    def _refuse(self, request: RequestId, path: Path, refusal: Refusal) -> None:
+        """The dump leaves the folder before the attempt ends, or the watcher would capture it again."""
+        self._quarantine.take(path, request, refusal, self._site)
+        self._bus.requests.end(request, burn=True, kind="mismatch", reason=refusal.reason)
+        metrics.see_run(request.run)
+        metrics.MATCH_FAILURES.labels(request.run, refusal.reason).inc()
+        log.warning("refused by the writer", reason=refusal.reason, detail=refusal.detail)
+
+    def _record_job(self, job: RecordJob) -> None:
+        spec = self._bus.runs.spec(job.run)
+        if spec is None:
+            log.warning("no such run", run=job.run)
+            return
+        with self._minding(job.run):
+            lines = self._store(spec).record(job.records, datetime.now(UTC))
+        self._bus.runs.mark_done(job.run, lines)
+        log.info("recorded", run=job.run, lines=len(lines))
+
+    def _store(self, spec: RunSpec) -> Store:
+        """The run's open dataset; the least recently used one is closed when there are many."""
+        known = self._stores.get(spec.run)
+        if known is not None and known[0] != spec:
+            self._stores.pop(spec.run)[1].close()
+            known = None
+        if known is None:
+            metrics.see_run(spec.run)
+            known = self._stores[spec.run] = (spec, Store(Path(spec.output), spec, self._writer))
+            if len(self._stores) > _OPEN_RUNS:
+                self._stores.popitem(last=False)[1][1].close()
+        self._stores.move_to_end(spec.run)
+        return known[1]
+
+    @contextmanager
+    def _minding(self, run: str) -> Iterator[None]:
+        """A full destination pauses the run and burns nothing: the dump stays, and its job comes again."""
+        try:
+            yield
+        except DestinationFull as error:
+            self._bus.runs.pause(run, DESTINATION_FULL)
+            log.error("destination full: run paused until there is room", run=run, error=str(error))
+            raise
+        except Unavailable:
+            if run in self._stores:  # its folder may have been replaced: the next job opens it anew
+                self._stores.pop(run)[1].close()
+            raise
+
+    @contextmanager
+    def _renewing(self, request: RequestId, job: int) -> Iterator[None]:
+        """Keep the storing lease while the row is written, however long that takes."""
+        done = threading.Event()
+
+        def renew() -> None:
+            while not done.wait(self._bus.requests.leases.storing / 3):
+                try:
+                    self._bus.requests.begin_store(request, job, self._site)
+                except Unavailable as error:
+                    log.warning("storing lease not renewed", error=str(error))
+
+        thread = threading.Thread(target=renew, name="lease", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+
+def _count(request: RequestId, nbytes: int, seconds: float) -> None:
+    metrics.ROWS_STORED.labels(request.run).inc()
+    metrics.TOKENS_STORED.labels(request.run).inc(request.tokens)
+    metrics.BYTES_STORED.labels(request.run).inc(nbytes)
+    metrics.STAGE_SECONDS.labels("store").observe(seconds)

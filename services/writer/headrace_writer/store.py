@@ -1,0 +1,246 @@
+"""Stores one dump as one row with one line, from wherever an earlier writer stopped: the line, the row, the dump."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from headrace.dumpfolder import read_dump
+from headrace.errors import Unavailable, Unreadable, UsageError
+from headrace.manifest import Line
+from headrace.masks import mask_length
+from headrace.messages import Record, StoreJob
+from headrace.runs import Identity, RunSpec
+from headrace.verdicts import Reason, Refusal, Requirement, judge
+from headrace_writer import formats
+from headrace_writer.dataset import ensure_dataset, find_dataset
+from headrace_writer.destination import Destination, guard
+from headrace_writer.manifest import ManifestIndex, ManifestWriter
+from headrace_writer.rows import StoredRow, adopt_row, publish_row
+from headrace_writer.source import open_source
+
+PROOF_BY_IDS = "ids"
+_ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """The row and its line are there and last; `already`: both were, `adopted`: the row was."""
+
+    line: Line
+    adopted: bool = False
+    already: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The dump cannot become a row; nothing was published."""
+
+    refusal: Refusal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DumpGone:
+    """Neither row nor dump is there: the sample needs another attempt."""
+
+
+Outcome = Stored | Refused | DumpGone
+
+
+class Store:
+    """One writer's access to one run's dataset. Several may work on the same ordinal at once."""
+
+    def __init__(self, folder: Path, spec: RunSpec, writer: str) -> None:
+        """Open the dataset's folder, made if need be; `writer` names this life of the process.
+
+        Raises:
+            Conflict: the folder holds another extraction, or a living process has this writer's name.
+            UsageError: the run's format is unknown.
+            Unreadable: `headrace.json` is damaged.
+            DestinationFull, Unavailable: the folder cannot be used now.
+        """
+        self._form = formats.get(spec.format)
+        self._spec = spec
+        find_dataset(folder, spec)
+        self._destination = Destination(folder, writer)
+        self._manifest = ManifestWriter(folder, writer)
+        self._index = ManifestIndex(folder, spec.total)
+
+    def close(self) -> None:
+        """Close the segment and remove the scratch folder."""
+        self._manifest.close()
+        self._destination.close()
+
+    def store(self, job: StoreJob, dump_path: Path, at: datetime) -> Outcome:
+        """Bring one captured sample to its end: a row in its place and a line that names it.
+
+        Args:
+            job: what the watcher asked for.
+            dump_path: where the request's dump lies, if it is still there.
+            at: the time for the line.
+
+        Raises:
+            UsageError: the job is not one of this run.
+            Conflict, Unreadable: the folder holds another extraction, or a damaged `headrace.json`.
+            DestinationFull, Unavailable: the folder cannot be used now; the same call goes on later.
+        """
+        self._check(job)
+        find_dataset(self._destination.folder, self._spec)
+        line = self._committed(job.id.ordinal)
+        if line is not None:
+            return Stored(line=line, already=True)
+        for _ in range(_ROUNDS):
+            adopted = self._from_row(job)
+            if isinstance(adopted, StoredRow):
+                return Stored(line=self._append(job, adopted, at), adopted=True)
+            if adopted is not None:
+                return adopted
+            made = self._from_dump(job, dump_path)
+            if isinstance(made, StoredRow):
+                return Stored(line=self._append(job, made, at))
+            if made is not None:
+                return made
+            # Another writer was first: its row is looked at like any other.
+        raise Unavailable(f"{self._form.path(job.id.ordinal)} is taken by wrong rows again and again; who writes them?")
+
+    def record(self, records: Sequence[Record], at: datetime) -> list[Line]:
+        """Append the lines of rejected and failed samples that have none yet.
+
+        Returns:
+            The line that now holds for each sample, once; a stored row's wins over the others.
+
+        Raises:
+            UsageError: an ordinal is not one of this run.
+            Conflict, Unreadable: the folder holds another extraction, or a damaged `headrace.json`.
+            DestinationFull, Unavailable: the folder cannot be used now; the same call goes on later.
+        """
+        wanted = {entry.ordinal: self._line_without_row(entry, at) for entry in records}
+        for ordinal in wanted:
+            self._check_ordinal(ordinal)
+        find_dataset(self._destination.folder, self._spec)
+        self._index.refresh()
+        known = {ordinal for ordinal in wanted if self._index.status(ordinal) is not None}
+        held = self._index.find_all(known) if known else {}
+        self._manifest.append(*(line for ordinal, line in wanted.items() if ordinal not in held))
+        return [self._holding(held[ordinal]) if ordinal in held else line for ordinal, line in wanted.items()]
+
+    def _check(self, job: StoreJob) -> None:
+        if job.id.run != self._spec.run:
+            raise UsageError(f"{job.request} is not a request of run {self._spec.run}")
+        if mask_length(job.mask) != job.id.tokens:
+            raise UsageError(f"{job.request}: the mask covers {mask_length(job.mask)} tokens")
+        self._check_ordinal(job.id.ordinal)
+
+    def _check_ordinal(self, ordinal: int) -> None:
+        if not 0 <= ordinal < self._spec.total:
+            raise UsageError(f"run {self._spec.run} has {self._spec.total} samples, none at ordinal {ordinal}")
+
+    def _committed(self, ordinal: int) -> Line | None:
+        """The line that names the row which is there, by size."""
+        self._index.refresh()
+        if self._index.status(ordinal) != "stored":
+            return None
+        return self._matching(self._index.find(ordinal))
+
+    def _matching(self, lines: Sequence[Line]) -> Line | None:
+        """Of one sample's lines that which the row's file agrees with."""
+        stored = [line for line in lines if line.status == "stored"]
+        if not stored:
+            return None
+        path = self._form.path(stored[0].ordinal)
+        with guard(self._destination.folder):
+            try:
+                found = (self._destination.folder / path).lstat()
+            except FileNotFoundError:
+                return None
+        size = found.st_size if stat.S_ISREG(found.st_mode) else None
+        return next((line for line in stored if (line.path, line.bytes) == (str(path), size)), None)
+
+    def _holding(self, lines: Sequence[Line]) -> Line:
+        """Of one sample's lines, at least one, that which counts."""
+        stored = [line for line in lines if line.status == "stored"]
+        return self._matching(stored) or (stored or lines)[-1]
+
+    def _from_row(self, job: StoreJob) -> StoredRow | Refused | None:
+        """Take over a row that is there; None when there is none, or a wrong one was."""
+        if not os.path.lexists(self._destination.folder / self._form.path(job.id.ordinal)):
+            return None
+        # Read after the row was seen: `headrace.json` comes before any row.
+        identity = self._identity(job)
+        row = adopt_row(self._destination, self._form, job, Requirement.of(self._spec, identity))
+        if row is None:
+            return None
+        dataset = ensure_dataset(self._destination, self._spec, identity)
+        return Refused(refusal=dataset) if isinstance(dataset, Refusal) else row
+
+    def _from_dump(self, job: StoreJob, dump_path: Path) -> StoredRow | Refused | DumpGone | None:
+        """Make the row from the dump; None when the row's place is taken."""
+        try:
+            dump = read_dump(dump_path)
+            verdict = judge(dump, job.id, Requirement.of(self._spec, self._identity(job)))
+            if isinstance(verdict, Refusal):
+                return Refused(refusal=verdict)
+            source = open_source(dump_path, dump, job)
+        except FileNotFoundError:
+            return DumpGone()
+        except Unreadable as error:
+            return Refused(refusal=Refusal(reason=Reason.UNREADABLE, detail=str(error)))
+        if isinstance(source, Refusal):
+            return Refused(refusal=source)
+        dataset = ensure_dataset(self._destination, self._spec, verdict.identity)
+        if isinstance(dataset, Refusal):
+            return Refused(refusal=dataset)
+        return publish_row(self._destination, self._form, source)
+
+    def _identity(self, job: StoreJob) -> Identity:
+        dataset = find_dataset(self._destination.folder, self._spec)
+        if dataset is not None:
+            return dataset.identity
+        return Identity(engine=job.engine, weight_version=job.weight_version)
+
+    def _append(self, job: StoreJob, row: StoredRow, at: datetime) -> Line:
+        line = Line(
+            ordinal=job.id.ordinal,
+            sample=job.sample,
+            status="stored",
+            reason="",
+            request=row.request,
+            tokens=job.id.tokens,
+            path=str(row.path),
+            bytes=row.size,
+            checksum=row.checksum,
+            boundaries=self._spec.boundaries,
+            proof=PROOF_BY_IDS,
+            at=_seconds(at),
+        )
+        self._manifest.append(line)
+        return line
+
+    def _line_without_row(self, entry: Record, at: datetime) -> Line:
+        return Line(
+            ordinal=entry.ordinal,
+            sample=entry.sample,
+            status=entry.status,
+            reason=entry.reason,
+            request=entry.request,
+            tokens=entry.tokens,
+            path="",
+            bytes=0,
+            checksum="",
+            boundaries=self._spec.boundaries,
+            proof="",
+            at=_seconds(at),
+        )
+
+
+def finish(dump_path: Path) -> None:
+    """Remove a dump whose sample is marked as stored; one that is gone is fine."""
+    dump_path.unlink(missing_ok=True)
+
+
+def _seconds(at: datetime) -> str:
+    return at.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
