@@ -1,0 +1,504 @@
+"""Random lives of samples on the real scripts, compared after each step with the plain model of them."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from headrace.bus import Bus, keys
+from headrace.bus.values import Attempt, Site
+from headrace.ids import RequestId
+from headrace.lifecycle import State
+from headrace.manifest import Line
+from headrace.runs import Identity, RunSpec
+from tests.support.bus_model import BusModel
+
+pytestmark = pytest.mark.redis
+
+RUN = "machine1"
+TOTAL = 5
+SITES = ("sitea", "siteb")
+BOOT = "boot1"
+FAR = 4_000_000_000_000  # ms
+ENGINE, OTHER = "engine 1", "engine 2"
+
+picks = st.integers(0, 15)
+ordinals = st.integers(-1, TOTAL)
+
+
+def make_spec(max_attempts: int) -> RunSpec:
+    return RunSpec(
+        run=RUN,
+        dataset="d" * 16,
+        total=TOTAL,
+        model="/models/m",
+        engine_model="m",
+        boundaries=(2, 4, 6),
+        final_state="pre_norm",
+        hidden_size=8,
+        format="headrace",
+        output="/data/out",
+        max_attempts=max_attempts,
+    )
+
+
+def make_site(name: str, *, boot: str = BOOT, dump_bytes: int = 0, requests: int = 3, tokens: int = 9) -> Site:
+    return Site(
+        site=name,
+        url="http://127.0.0.1:30000",
+        boot=boot,
+        incarnation="inc1",
+        model="m",
+        boundaries=(2, 4, 6),
+        final_state="pre_norm",
+        hidden_size=8,
+        dtype="BF16",
+        fingerprint=ENGINE,
+        weight_version="w1",
+        context_length=64,
+        max_requests=requests,
+        max_tokens=tokens,
+        dump_cap_bytes=1000,
+        dump_bytes=dump_bytes,
+    )
+
+
+def make_line(ordinal: int, status: Any, reason: str) -> Line:
+    return Line(
+        ordinal=ordinal,
+        sample=f"s{ordinal}",
+        status=status,
+        reason=reason,
+        request="",
+        tokens=5,
+        path="",
+        bytes=7,
+        checksum="",
+        boundaries=(2, 4, 6),
+        proof="",
+        at="2026-01-01T00:00:00Z",
+    )
+
+
+class BusMachine(RuleBasedStateMachine):
+    """Each rule does the same to the bus and to the model, sometimes twice to the bus, and compares both."""
+
+    bus: Bus  # set by the test
+
+    @initialize(max_attempts=st.integers(1, 3))
+    def begin(self, max_attempts: int) -> None:
+        self.bus.redis.flushall()
+        self.model = BusModel(run=RUN, total=TOTAL, max_attempts=max_attempts)
+        self.spec = make_spec(max_attempts)
+        self.names: list[str] = []
+        self.seen_done: set[int] = set()
+        assert self.bus.runs.create(self.spec) == "created"
+        for site in SITES:
+            self._register(make_site(site))
+        assert self.bus.runs.activate(RUN) == self.model.set_state("active", "rebuilding", "paused")
+        self._feed(4, [])
+        self._compare()
+
+    # ---- runs
+
+    @rule(
+        what=st.sampled_from(["feed", "feed", "feed stale", "pause", "activate", "activate", "cancel", "resubmit"]),
+        size=st.integers(0, 4),
+        rejected=st.lists(st.integers(0, 3), max_size=1),
+    )
+    def steer(self, what: str, size: int, rejected: list[int]) -> None:
+        match what:
+            case "pause":
+                assert self.bus.runs.pause(RUN, "why") == self.model.set_state("paused", "active")
+            case "activate":
+                assert self.bus.runs.activate(RUN) == self.model.set_state("active", "rebuilding", "paused")
+            case "cancel":
+                expected = self.model.set_state("cancelled", "active", "paused", "rebuilding")
+                assert self.bus.runs.cancel(RUN) == expected
+            case "resubmit":
+                assert self.bus.runs.create(self.spec) == self.model.create()
+                assert self.bus.runs.activate(RUN) == self.model.set_state("active", "rebuilding", "paused")
+            case _:
+                self._feed(size, rejected, offset=-1 if what == "feed stale" else 0)
+        self._compare()
+
+    @rule(
+        ordinal=ordinals,
+        captured=st.booleans(),
+        status=st.sampled_from(["stored", "failed", "rejected"]),
+        twice=st.booleans(),
+    )
+    def mark_done(self, ordinal: int, captured: bool, status: str, twice: bool) -> None:
+        if captured and self.model.captured:
+            ordinal = RequestId.parse(min(self.model.captured)).ordinal
+        lines = [make_line(ordinal, status, "r")]
+        new = self.model.mark_done(
+            [(line.ordinal, line.status, line.tokens, line.bytes, line.reason) for line in lines]
+        )
+        assert self.bus.runs.mark_done(RUN, lines) == new
+        if twice:
+            assert self.bus.runs.mark_done(RUN, lines) == 0
+        self._compare()
+
+    @rule(ordinal=ordinals, reason=st.sampled_from(["exceeds_engine", "odd|name"]), twice=st.booleans())
+    def reject(self, ordinal: int, reason: str, twice: bool) -> None:
+        expected = self.model.reject(ordinal, reason)
+        for _ in range(1 + twice):
+            assert self.bus.requests.reject(RUN, ordinal, reason) == expected
+        self._compare()
+
+    # ---- attempts
+
+    @rule(site=st.sampled_from(SITES), start=picks, count=st.integers(1, 4), old=st.booleans(), twice=st.booleans())
+    def claim(self, site: str, start: int, count: int, old: bool, twice: bool) -> None:
+        waiting = self.model.pending or [0]
+        chosen = {waiting[(start + step) % len(waiting)] for step in range(count)}
+        attempts = [self._attempt(ordinal, reuse=old) for ordinal in sorted(chosen)]
+        expected = self.model.claim(site, BOOT, attempts)
+        for _ in range(1 + twice):
+            assert self.bus.requests.claim(RUN, site, BOOT, attempts) == expected
+        load, caps = self.model.load(site), make_site(site).caps
+        if "claimed" in expected:
+            assert load.requests <= caps.requests
+            assert load.tokens <= caps.tokens
+            assert load.promised_bytes + load.measured_bytes <= caps.dump_bytes
+        self._compare()
+
+    @precondition(lambda self: self.names)
+    @rule(pick=picks, answered=st.booleans(), twice=st.booleans())
+    def renew(self, pick: int, answered: bool, twice: bool) -> None:
+        name = self._name(pick)
+        lost = self.model.lease([name], answered=answered)
+        for _ in range(1 + twice):
+            if answered:
+                self.bus.requests.answered(RUN, name)
+            else:
+                assert self.bus.requests.renew(RUN, [name]) == lost
+        self._compare()
+
+    @precondition(lambda self: self.names)
+    @rule(
+        pick=picks,
+        live=st.booleans(),
+        burn=st.booleans(),
+        kind=st.sampled_from(["mismatch", "loss", "error"]),
+        reason=st.sampled_from(["token_content", "no_room", "timeout"]),
+        twice=st.booleans(),
+    )
+    def end(self, pick: int, live: bool, burn: bool, kind: Any, reason: str, twice: bool) -> None:
+        name = self._name(pick, self.model.in_flight if live else None)
+        expected = self.model.end(name, burn=burn, kind=kind, reason=reason)
+        for _ in range(1 + twice):
+            assert self.bus.requests.end(RequestId.parse(name), burn=burn, kind=kind, reason=reason) == expected
+        self._compare()
+
+    @precondition(lambda self: self.names)
+    @rule(
+        pick=picks,
+        which=st.sampled_from(["live", "ended", "ended", "any"]),
+        engine=st.sampled_from([ENGINE, ENGINE, ENGINE, OTHER]),
+        twice=st.booleans(),
+    )
+    def capture(self, pick: int, which: str, engine: str, twice: bool) -> None:
+        ended = {name: "" for name, known in self.model.requests.items() if known.outcome}
+        self._capture(self._name(pick, {"live": self.model.in_flight, "ended": ended}.get(which)), engine, twice)
+        self._compare()
+
+    @precondition(lambda self: self.names)
+    @rule(site=st.sampled_from(SITES), dumps=st.lists(picks, max_size=3), queued=st.lists(picks, max_size=3))
+    def hold(self, site: str, dumps: list[int], queued: list[int]) -> None:
+        there = [self._name(pick) for pick in dumps]
+        waiting = [self._name(pick, self.model.storing) for pick in queued]
+        assert self.bus.requests.hold(site, there, waiting) == self.model.hold(site, there, waiting)
+        self._compare()
+
+    @precondition(lambda self: self.names)
+    @rule(pick=picks, behind=st.integers(0, 1), twice=st.booleans())
+    def begin_store(self, pick: int, behind: int, twice: bool) -> None:
+        name = self._name(pick, self.model.captured)
+        job = self.model.samples[RequestId.parse(name).ordinal].job - behind if name in self.model.captured else 1
+        site = self._site(name)
+        expected = self.model.begin_store(name, job, site)
+        for _ in range(1 + twice):
+            assert self.bus.requests.begin_store(RequestId.parse(name), job, site) == expected
+        self._compare()
+
+    @precondition(lambda self: self.names)
+    @rule(pick=picks, anyone=st.booleans(), twice=st.booleans())
+    def stored(self, pick: int, anyone: bool, twice: bool) -> None:
+        name = self._name(pick, None if anyone else self.model.captured)
+        self._stored(name, twice)
+        self._compare()
+
+    # ---- time, the reaper and the sites
+
+    @rule(
+        lapse=st.lists(st.sampled_from(["in_flight", "captured", "storing", "recording"]), max_size=2),
+        pick=picks,
+        reap=st.sampled_from(["run", *SITES, ""]),
+        twice=st.booleans(),
+    )
+    def time_passes(self, lapse: list[str], pick: int, reap: str, twice: bool) -> None:
+        for kind in lapse:
+            names = sorted(map(str, getattr(self.model, kind)))
+            if names:
+                self._lapse(kind, names[pick % len(names)])
+        if reap == "run":
+            self._reap_run()
+            assert not twice or self.bus.requests.reap_run(RUN) == ([], [])
+        elif reap:
+            self._reap_site(reap)
+            assert not twice or self.bus.requests.reap_site(reap) == ([], [])
+        self._compare()
+
+    @rule(
+        site=st.sampled_from(SITES),
+        what=st.sampled_from(["heartbeat", "heartbeat", "lose", "evict", "lose and evict"]),
+        measured=st.sampled_from([0, 0, 500, 1000]),
+        twice=st.booleans(),
+    )
+    def change_site(self, site: str, what: str, measured: int, twice: bool) -> None:
+        if what == "heartbeat":
+            self._register(make_site(site, dump_bytes=measured))
+        if "lose" in what:
+            for _ in range(1 + twice):
+                self.bus.sites.unregister(site)
+            self.model.unregister(site)
+        if "evict" in what:
+            assert self.bus.sites.evict(site) == self.model.evict(site)
+            assert not twice or not self.bus.sites.evict(site)
+        self._compare()
+
+    def teardown(self) -> None:
+        """Every sample can still reach its end, and nothing stays behind."""
+        if not hasattr(self, "model"):
+            return
+        if self.model.state == "cancelled":
+            assert self.bus.runs.create(self.spec) == self.model.create()
+        self.bus.runs.activate(RUN)
+        self.model.set_state("active", "rebuilding", "paused")
+        for _ in range(20 * TOTAL):
+            if self.model.state == "finished" and not self.model.in_flight:
+                break
+            self._drain_once()
+        view = self.bus.runs.get(RUN)
+        assert view is not None
+        assert (view.state, view.open, view.fed, view.in_flight, view.pending) == ("finished", 0, 0, 0, 0)
+        assert view.finished_at is not None
+        for site in SITES:
+            self._reap_site(site)
+            assert self.bus.redis.exists(keys.credits(site), keys.captured(site), keys.storing(site)) == 0
+        check_ttls(self.bus)
+        lasting = {key.decode() for key in self.bus.redis.scan_iter() if self.bus.redis.ttl(key) == -1}
+        assert lasting <= {keys.RUNS, keys.SITES, "rq:queues"}, "the keys of a finished run expire"
+
+    def _drain_once(self) -> None:
+        if self.model.cursor < TOTAL and self.model.state == "active":
+            self._feed(TOTAL, [])
+        for name in sorted(self.model.in_flight):
+            self._lapse("in_flight", name)
+        self._reap_run()
+        for site in SITES:
+            for name in sorted(name for name, where in self.model.captured.items() if where == site):
+                self._stored(name, False)
+            self._reap_site(site)
+            self._register(make_site(site))
+        attempts = [self._attempt(ordinal) for ordinal in self.model.pending[:2]]
+        assert self.bus.requests.claim(RUN, SITES[0], BOOT, attempts) == self.model.claim(SITES[0], BOOT, attempts)
+        for attempt in attempts:
+            if attempt.request in self.model.in_flight:
+                self._capture(attempt.request, self.model.engine or ENGINE, False)
+        lines = [
+            make_line(ordinal, "failed" if sample.state is State.FAILED else "rejected", self.model.reasons[ordinal])
+            for ordinal, sample in self.model.samples.items()
+            if sample.state in (State.FAILED, State.REJECTED)
+        ]
+        known = [(line.ordinal, line.status, line.tokens, line.bytes, line.reason) for line in lines]
+        assert self.bus.runs.mark_done(RUN, lines) == self.model.mark_done(known)
+        self._compare()
+
+    # ---- the same thing to both
+
+    def _feed(self, size: int, rejected: list[int], offset: int = 0) -> None:
+        entries = ["too_long" if index in rejected else "" for index in range(size)]
+        cursor = self.model.cursor + offset
+        assert self.bus.runs.feed(RUN, cursor, entries) == self.model.feed(cursor, entries)
+
+    def _attempt(self, ordinal: int, reuse: bool = False) -> Attempt:
+        tokens = 2 + ordinal % 4
+        earlier = [name for name in self.names if RequestId.parse(name).ordinal == ordinal]
+        if reuse and earlier:
+            request = earlier[-1]
+        else:
+            request = str(RequestId.make(RUN, ordinal, f"{len(self.names):08d}", range(tokens)))
+            self.names.append(request)
+        return Attempt(
+            ordinal=ordinal,
+            request=request,
+            tokens=tokens,
+            dump_bytes=100 * tokens,
+            sample=f"s{ordinal}",
+            mask=(1, tokens - 1),
+        )
+
+    def _capture(self, name: str, engine: str, twice: bool) -> None:
+        request, site = RequestId.parse(name), self._site(name)
+        outcome, job = self.model.capture(name, site, 100 * request.tokens, engine)
+        for _ in range(1 + twice):
+            identity = Identity(engine=engine, weight_version="w1")
+            answer = self.bus.requests.capture(request, site, 100 * request.tokens, identity)
+            assert (answer.outcome, answer.job) == (outcome, job)
+            if outcome == "captured":
+                assert (answer.mask, answer.sample) == ((1, request.tokens - 1), f"s{request.ordinal}")
+
+    def _stored(self, name: str, twice: bool) -> None:
+        request, site = RequestId.parse(name), self._site(name)
+        assert self.bus.requests.stored(request, site, 11) == self.model.stored(name, 11)
+        if twice:
+            assert self.bus.requests.stored(request, site, 11) == "again"
+
+    def _register(self, site: Site) -> None:
+        self.bus.sites.register(site, ttl=60)
+        self.model.register(site)
+
+    def _lapse(self, kind: str, name: str) -> None:
+        """Set the lease's end into the past, as if its time had gone by."""
+        self.model.lapse(kind, name)
+        match kind:
+            case "in_flight":
+                self.bus.redis.zadd(keys.in_flight(RUN), {name: 1})
+                if name in self.model.credits:
+                    site, tokens, nbytes = self.model.credits[name]
+                    self.bus.redis.hset(keys.credits(site), name, f"{tokens} {nbytes} 1")
+            case "captured":
+                self.bus.redis.zadd(keys.captured(self.model.captured[name]), {name: 1})
+            case "storing":
+                self.bus.redis.zadd(keys.storing(self.model.storing[name]), {name: 1})
+            case _:
+                self.bus.redis.zadd(keys.recording(RUN), {name: 1})
+
+    def _reap_run(self) -> None:
+        ended, records = self.bus.requests.reap_run(RUN)
+        found = (
+            [(entry.request, entry.outcome, entry.reason) for entry in ended],
+            sorted((entry.ordinal, str(entry.status), entry.reason, entry.request) for entry in records),
+        )
+        assert found == self.model.reap_run()
+
+    def _reap_site(self, site: str) -> None:
+        ended, jobs = self.bus.requests.reap_site(site)
+        assert (ended, [(job.request, job.job) for job in jobs]) == self.model.reap_site(site)
+        for job in jobs:
+            tokens = job.id.tokens
+            assert (job.sample, job.mask) == (f"s{job.id.ordinal}", (1, tokens - 1))
+            assert (job.engine, job.weight_version) == (self.model.engine, "w1")
+
+    def _name(self, pick: int, among: dict[str, str] | None = None) -> str:
+        names = sorted(among) if among else self.names
+        return names[pick % len(names)]
+
+    def _site(self, name: str) -> str:
+        known = self.model.requests.get(name)
+        return known.site if known is not None else SITES[0]
+
+    # ---- invariants
+
+    def _compare(self) -> None:
+        model, client = self.model, self.bus.redis
+        pipe = client.pipeline()
+        pipe.hgetall(keys.opened(RUN))
+        pipe.lrange(keys.pending(RUN), 0, -1)
+        for key in (keys.in_flight(RUN), keys.recording(RUN)):
+            pipe.zrange(key, 0, -1, withscores=True)
+        for site in SITES:
+            pipe.hgetall(keys.credits(site))
+            pipe.zrange(keys.captured(site), 0, -1, withscores=True)
+            pipe.zrange(keys.storing(site), 0, -1, withscores=True)
+        opened, pending, in_flight, recording, *sites = pipe.execute()
+
+        found = {int(ordinal): value.decode().split("|") for ordinal, value in opened.items()}
+        expected = {
+            ordinal: [str(sample.state), str(sample.attempts), sample.live, sample.captured, str(sample.job)]
+            for ordinal, sample in model.samples.items()
+        }
+        assert {ordinal: fields[:5] for ordinal, fields in found.items()} == expected
+        waiting = [int(ordinal) for ordinal in pending]
+        assert waiting == model.pending
+        assert sorted(waiting) == sorted(o for o, s in model.samples.items() if s.state is State.PENDING)
+        assert self._leases("in_flight", in_flight) == set(model.in_flight)
+        assert self._leases("recording", recording) == {str(ordinal) for ordinal in model.recording}
+        for index, site in enumerate(SITES):
+            credits, captured, storing = sites[3 * index : 3 * index + 3]
+            held = {n.decode(): tuple(map(int, r.split()))[:2] for n, r in credits.items()}
+            assert held == {n: (t, b) for n, (where, t, b) in model.credits.items() if where == site}
+            assert self._leases("captured", captured) == {n for n, where in model.captured.items() if where == site}
+            assert self._leases("storing", storing) == {n for n, where in model.storing.items() if where == site}
+            registration = self.bus.sites.get(site)
+            assert (registration.dump_bytes if registration else None) == model.dump_bytes.get(site)
+            if registration is not None:
+                assert self.bus.sites.load(registration) == model.load(site)
+        self._invariants()
+        self._counts()
+
+    def _leases(self, kind: str, entries: list[tuple[bytes, float]]) -> set[str]:
+        for name, till in entries:
+            assert ((kind, name.decode()) in self.model.lapsed) == (till <= 1), (kind, name, till)
+        return {name.decode() for name, _ in entries}
+
+    def _invariants(self) -> None:
+        """What must hold whatever the model says."""
+        model = self.model
+        assert set(model.credits) <= set(model.in_flight), "a credit without a lease"
+        for name in model.in_flight:
+            assert name in model.credits or ("in_flight", name) in model.lapsed, "a live lease without a credit"
+        captured = {sample.captured for sample in model.samples.values() if sample.state is State.CAPTURED}
+        assert captured == set(model.captured) == set(model.storing)
+        for sample in model.samples.values():
+            if sample.state is State.IN_FLIGHT:
+                assert sample.live in model.in_flight, "a sample that nothing would ever end"
+        ended = {o for o, s in model.samples.items() if s.state in (State.FAILED, State.REJECTED)}
+        assert ended == model.recording
+        assert self.seen_done <= set(model.done), "done is for good"
+        assert not set(model.samples) & set(model.done)
+        self.seen_done = set(model.done)
+
+    def _counts(self) -> None:
+        model, view = self.model, self.bus.runs.get(RUN)
+        assert view is not None
+        assert (view.state, view.cursor) == (model.state, model.cursor)
+        assert (view.stored, view.rejected, view.failed) == tuple(
+            model.counts[status] for status in ("stored", "rejected", "failed")
+        )
+        assert view.stored + view.rejected + view.failed + view.open == TOTAL
+        assert view.open == TOTAL - len(model.done)
+        bits = {o for o in range(TOTAL) if self.bus.redis.getbit(keys.done(RUN), o)}
+        assert bits == set(model.done)
+        assert (view.tokens, view.bytes) == (model.counts["tokens"], model.counts["bytes"])
+        assert (view.verdicts, view.mismatches) == (model.counts["verdicts"], model.counts["mismatches"])
+        assert view.mismatches <= view.verdicts
+        counted = {name.removeprefix("reason:"): n for name, n in model.counts.items() if name.startswith("reason:")}
+        assert view.reasons == counted
+        assert (view.state == "finished") == (view.finished_at is not None)
+        assert self.bus.runs.dead(RUN) == model.dead[::-1][:100]
+        remembered = {key.decode().removeprefix("hr:req:") for key in self.bus.redis.scan_iter("hr:req:*", count=1000)}
+        assert remembered == set(model.requests)
+
+
+def check_ttls(bus: Bus) -> None:
+    """Every key of ours has a TTL, or a reason in the table why it may live without one."""
+    for key in bus.redis.scan_iter("hr:*", count=1000):
+        if bus.redis.ttl(key) == -1:
+            assert any(fnmatch(key.decode(), pattern) for pattern in keys.WITHOUT_TTL), key
+
+
+def test_random_lives_agree_with_the_model_and_leave_nothing_behind(bus: Bus) -> None:
+    class Machine(BusMachine):
+        pass
+
+    Machine.bus = bus
+    run_state_machine_as_test(Machine, settings=settings(max_examples=40, stateful_step_count=40))

@@ -1,0 +1,87 @@
+"""What an engine's answer means for the attempt."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from headrace_dispatcher.engines import Answer, EngineClient, read_answer
+
+
+def body(**meta: Any) -> bytes:
+    return json.dumps({"text": "", "meta_info": {"id": "x", "prompt_tokens": 3, **meta}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "outcome", "reason", "burns"),
+    [
+        (200, body(finish_reason={"type": "length"}), "answered", "", True),
+        (200, body(finish_reason=None), "answered", "", True),
+        (200, body(finish_reason={"type": "abort", "message": "gone"}), "refused", "aborted", True),
+        (200, body(headrace="dropped:evicted"), "dropped", "evicted", True),
+        (200, body(headrace="dropped:no_room"), "dropped", "no_room", False),
+        (200, body(headrace=[None, "dropped:internal"]), "dropped", "internal", True),
+        (400, b'{"error": {"message": "duplicate rid"}}', "refused", "http_400", True),
+        (503, b"loading", "unavailable", "http_503", False),
+        (500, b"", "unavailable", "http_500", False),
+        (200, b"<html>", "unavailable", "bad_answer", False),
+        (200, b"[]", "unavailable", "bad_answer", False),
+        (200, b'{"meta_info": 3}', "unavailable", "bad_answer", False),
+        (200, b'{"meta_info": {"finish_reason": "stop"}}', "answered", "", True),
+    ],
+)
+def test_each_answer_has_its_meaning(status: int, content: bytes, outcome: str, reason: str, burns: bool) -> None:
+    answer = read_answer(status, content)
+    assert (answer.outcome, answer.reason, answer.burns) == (outcome, reason, burns)
+
+
+def test_no_engine_costs_no_attempt() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    answer = EngineClient(5.0).generate(f"http://127.0.0.1:{port}", "hr-x", [1, 2])
+    assert (answer.outcome, answer.reason, answer.burns) == ("unavailable", "connection", False)
+
+
+@pytest.fixture
+def engine() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """A server that hangs on /generate until its test ends, and notes what it was asked."""
+    asked: list[tuple[str, Any]] = []
+    release = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            length = int(self.headers["Content-Length"])
+            asked.append((self.path, json.loads(self.rfile.read(length))))
+            if self.path == "/generate":
+                release.wait(20)
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", asked
+    release.set()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_time_out_costs_an_attempt_and_aborts_the_request(engine: tuple[str, list[tuple[str, Any]]]) -> None:
+    url, asked = engine
+    answer: Answer = EngineClient(0.2).generate(url, "hr-x", [1, 2])
+    assert (answer.outcome, answer.burns) == ("timeout", True)
+    (path, sent), (second, abort) = asked
+    assert path == "/generate"
+    assert (sent["input_ids"], sent["rid"], sent["extra_key"]) == ([1, 2], "hr-x", "hr-x")
+    assert (second, abort) == ("/abort_request", {"rid": "hr-x"})
