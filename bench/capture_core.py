@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--buffer-bytes", type=int, default=1 << 28)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # the engine's own threads are not what is measured
     captured, plain, forwards = [], [], []
     place = Path(tempfile.mkdtemp(prefix="headrace-bench-", dir=args.folder))
     capture = start(place / "dumps", args)
