@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-
 from headrace.bus import Bus
 from headrace.bus import keys as bus_keys
 from headrace.bus.values import RunView

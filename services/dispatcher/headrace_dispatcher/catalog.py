@@ -52,3 +52,8 @@ class Catalog:
             self.specs.pop(run, None)
         if known is not None:
             known.close()
+
+    def close(self) -> None:
+        """Close every run."""
+        for run in list(self.specs):
+            self.forget(run)

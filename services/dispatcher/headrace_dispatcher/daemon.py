@@ -65,6 +65,7 @@ class Dispatcher:
         done.set()
         renewer.join()
         reaper.join()
+        self._catalog.close()
         self._bus.close()
         if self._crash is not None:
             raise self._crash

@@ -91,12 +91,12 @@ def read_answer(status: int, content: bytes) -> Answer:
         dropped = meta.get("headrace", "")
         if isinstance(dropped, list):  # SGLang's customized_info: one entry a row
             dropped = next((entry for entry in dropped if entry), "")
-        finish = meta.get("finish_reason") or {}
+        finish = meta.get("finish_reason")
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         return Answer(outcome="unavailable", reason="bad_answer", detail=f"{error!r}: {_text(content)}")
     if isinstance(dropped, str) and dropped.startswith("dropped:"):
         return Answer(outcome="dropped", reason=dropped.removeprefix("dropped:"), detail=dropped)
-    if finish.get("type") == "abort":
+    if isinstance(finish, dict) and finish.get("type") == "abort":
         return Answer(outcome="refused", reason="aborted", detail=str(finish.get("message", "")))
     return Answer(outcome="answered")
 
