@@ -10,7 +10,10 @@ from typing import Any
 
 from headrace.dumps import SITE_FILE, Dump, EngineCard, Lost, check_schema, decode_metadata
 from headrace.errors import Unreadable
+from headrace.records import build
 from headrace.tensorfile import MAX_HEADER, decode_header
+
+_MAX_IDS = 8 << 24  # bytes; a sparse file may claim more than there is memory
 
 
 def read_dump(path: Path) -> Dump:
@@ -26,6 +29,8 @@ def read_dump(path: Path) -> Dump:
         tensors, metadata, offset = decode_header(head, size)
         header = decode_metadata(tensors, metadata)
         ids = tensors["token_ids"]
+        if ids.nbytes > _MAX_IDS:
+            raise Unreadable(f"{ids.nbytes} bytes of token ids are more than any context holds")
         file.seek(offset + ids.begin)
         encoded = file.read(ids.nbytes)
     if len(encoded) != ids.nbytes:
@@ -51,16 +56,17 @@ def read_card(path: Path) -> EngineCard:
     """Read `engine.json`; raises Unreadable, or FileNotFoundError when no engine has started here."""
     table = _json(path)
     try:
-        return EngineCard(**{**table, "boundaries": tuple(int(b) for b in table["boundaries"])})
-    except (TypeError, ValueError, KeyError) as error:
+        return build(EngineCard, table)
+    except Unreadable as error:
         raise Unreadable(f"{path.name}: {error}") from error
 
 
 def read_lost(path: Path) -> Lost:
     """Read a `lost.json`; raises Unreadable, or FileNotFoundError."""
+    table = _json(path)
     try:
-        return Lost(**_json(path))
-    except TypeError as error:
+        return build(Lost, table)
+    except Unreadable as error:
         raise Unreadable(f"{path.name}: {error}") from error
 
 

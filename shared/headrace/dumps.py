@@ -148,7 +148,7 @@ def encode_json(value: EngineCard | Lost) -> bytes:
 
 def check_schema(schema: Any) -> None:
     """Raise Unreadable for what is no schema number, or a newer one than this code knows."""
-    if not isinstance(schema, int) or schema < 1:
+    if type(schema) is not int or schema < 1:
         raise Unreadable(f"schema {schema!r} is not a headrace schema")
     if schema > SCHEMA:
         raise Unreadable(f"schema {schema} is newer than this headrace knows ({SCHEMA}); upgrade this service")
@@ -161,7 +161,7 @@ def decode_metadata(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, st
         header = DumpHeader(
             request=metadata["request"],
             tokens=int(metadata["tokens"]),
-            boundaries=tuple(int(b) for b in json.loads(metadata["boundaries"])),
+            boundaries=tuple(_whole(b) for b in json.loads(metadata["boundaries"])),
             final_state=metadata["final_state"],
             parts=int(metadata["parts"]),
             retractions=int(metadata["retractions"]),
@@ -172,19 +172,25 @@ def decode_metadata(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, st
             checksum=metadata["checksum"],
             tensors=tensors,
         )
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
-        raise Unreadable(f"the dump's metadata: {type(error).__name__}: {error}") from error
+    except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise Unreadable(f"the dump's metadata: {type(error).__name__}: {str(error)[:200]}") from error
     if set(tensors) != {"token_ids", "aux", "final"} or tensors["token_ids"].dtype != "I64":
-        raise Unreadable(f"a dump holds token_ids (I64), aux and final, not {sorted(tensors)}")
+        raise Unreadable(f"a dump holds token_ids (I64), aux and final, not {str(sorted(tensors))[:200]}")
     if not re.fullmatch(CHECKSUM_PREFIX + "[0-9a-f]{16}", header.checksum):
-        raise Unreadable(f"checksum {header.checksum!r} is not xxh3 and 16 hex digits")
+        raise Unreadable(f"checksum {header.checksum[:40]!r} is not xxh3 and 16 hex digits")
     return header
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{value!r} is not a whole number")
+    return value
 
 
 def _stats(entry: Mapping[str, Any]) -> Stats:
     return Stats(
         layer=str(entry["layer"]),
-        not_finite=int(entry["not_finite"]),
+        not_finite=_whole(entry["not_finite"]),
         norm_min=float(entry["norm_min"]),
         norm_max=float(entry["norm_max"]),
     )

@@ -83,7 +83,8 @@ def next_state(state: State, event: Event) -> State:
 class Sample:
     """A sample's state, the attempts burnt, and the request that is in flight (`live`) or whose dump won (`captured`).
 
-    `job` is k: how many storage jobs were opened for the captured request.
+    A failed sample keeps its last request as `live`. `job` is k, the number of the captured request's storage job;
+    it never comes back for a request, so that no earlier job can be taken for the current one.
     """
 
     state: State = State.PENDING
@@ -98,15 +99,17 @@ class Sample:
         return replace(self, state=state, attempts=self.attempts + 1, live=request)
 
     def end_attempt(self, *, burn: bool, max_attempts: int) -> Sample:
-        """Close the live attempt, or the captured one whose dump is gone, without a row."""
-        attempts = self.attempts if burn else max(0, self.attempts - 1)
+        """Close the live attempt, or the captured one whose dump is gone, which always burns, without a row."""
+        burn = burn or self.state is State.CAPTURED
+        attempts = self.attempts if burn else self.attempts - 1
         event = Event.EXHAUST if attempts >= max_attempts else Event.FAIL if burn else Event.RELEASE
         state = next_state(self.state, event)
-        return replace(self, state=state, attempts=attempts, live="", captured="", job=0)
+        last = (self.live or self.captured) if state is State.FAILED else ""
+        return replace(self, state=state, attempts=attempts, live=last, captured="", job=0)
 
-    def capture(self, request: str) -> Sample:
-        """A dump of `request` was proven; it wins over the live attempt."""
-        return replace(self, state=next_state(self.state, Event.CAPTURE), live="", captured=request, job=1)
+    def capture(self, request: str, job: int = 1) -> Sample:
+        """A dump of `request` was proven; it wins over the live attempt. `job` is the request's next k."""
+        return replace(self, state=next_state(self.state, Event.CAPTURE), live="", captured=request, job=job)
 
     def reopen_job(self) -> Sample:
         """The storing lease lapsed: open the next storage job for the same dump."""

@@ -13,6 +13,7 @@ import orjson
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from headrace.errors import Unreadable
+from headrace.records import build
 from headrace.runs import Identity, RunSpec
 
 SCHEMA = 1
@@ -93,13 +94,15 @@ def read_dataset(folder: Path) -> Dataset | None:
         table: dict[str, Any] = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Unreadable(f"{path} is not JSON: {error}") from error
     try:
         if table["schema"] > SCHEMA:
-            raise Unreadable(f"{path}: schema {table['schema']} is newer than {SCHEMA}; upgrade headrace")
-        return Dataset(spec=RunSpec.decode(json.dumps(table["spec"]).encode()), identity=Identity(**table["identity"]))
-    except (KeyError, TypeError) as error:
+            raise Unreadable(f"schema {table['schema']} is newer than {SCHEMA}; upgrade headrace")
+        return Dataset(
+            spec=RunSpec.decode(json.dumps(table["spec"]).encode()), identity=build(Identity, table["identity"])
+        )
+    except (Unreadable, KeyError, TypeError, AttributeError) as error:
         raise Unreadable(f"{path}: {type(error).__name__}: {error}") from error
 
 

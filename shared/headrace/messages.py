@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgpack
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from headrace.errors import InvalidId, Unreadable
 from headrace.ids import RequestId
@@ -23,7 +23,7 @@ class StoreJob:
     `engine` and `weight_version` are the run's identity.
     """
 
-    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid", revalidate_instances="always")
 
     request: str
     sample: str
@@ -44,7 +44,7 @@ class StoreJob:
 class Record:
     """One sample that gets a manifest line and no row."""
 
-    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid", revalidate_instances="always")
 
     ordinal: int
     sample: str
@@ -58,10 +58,10 @@ class Record:
 class RecordJob:
     """Write the lines of rejected and failed samples of `run`, at most `MAX_RECORDS` of them."""
 
-    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid", revalidate_instances="always")
 
     run: str
-    records: tuple[Record, ...]
+    records: Annotated[tuple[Record, ...], Field(max_length=MAX_RECORDS)]
     kind: Literal["record"] = "record"
     schema: int = SCHEMA
 
@@ -86,9 +86,14 @@ def decode(data: bytes) -> Job:
     try:
         table = msgpack.unpackb(data, raw=False, use_list=False)
         schema, kind = table["schema"], table["kind"]
+        if type(schema) is not int or schema < 1:
+            raise Unreadable(f"storage job: schema {schema!r} is not a headrace schema")
         if schema > SCHEMA:
             raise Unreadable(f"job of schema {schema} is newer than this headrace knows ({SCHEMA}); upgrade the writer")
-        job: Job = _ADAPTERS[kind].validate_python(table)
+        # Strict validation takes instances only: the constructors refuse unknown names, the adapters wrong types.
+        if kind == "record":
+            table["records"] = tuple(Record(**entry) for entry in table["records"])
+        job: Job = _ADAPTERS[kind].validate_python((StoreJob if kind == "store" else RecordJob)(**table))
         if isinstance(job, StoreJob):
             job.id  # noqa: B018 - an id that does not parse is no job of ours
     except (ValueError, TypeError, KeyError, ValidationError, InvalidId, msgpack.exceptions.UnpackException) as error:

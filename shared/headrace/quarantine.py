@@ -58,8 +58,8 @@ class Quarantine:
         try:
             with open_nofollow(path) as source, (temporary / DUMP_NAME).open("xb") as target:
                 size = os.fstat(source.fileno()).st_size
-                self._make_room(min(size, self.most_bytes))
                 most = size if size <= self.most_bytes else min(_HEAD_BYTES, self.most_bytes)
+                self._make_room(most)
                 _copy(source.fileno(), target.fileno(), most)
             (temporary / VERDICT_NAME).write_text(json.dumps(verdict, indent=2) + "\n")
             temporary.rename(self.folder / name)

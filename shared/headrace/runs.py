@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from headrace.errors import Unreadable
+from headrace.records import build
 
 SCHEMA = 1
 
@@ -70,12 +71,11 @@ class RunSpec:
         try:
             table: dict[str, Any] = json.loads(data)
             if table["schema"] > SCHEMA:
-                raise Unreadable(f"run spec of schema {table['schema']} is newer than {SCHEMA}; upgrade headrace")
-            known = {field.name for field in fields(cls)}
-            if set(table) != known:
-                raise Unreadable(f"run spec: {sorted(set(table) ^ known)} missing or unknown")
-            return cls(**{**table, "boundaries": tuple(int(b) for b in table["boundaries"])})
-        except (ValueError, TypeError, KeyError) as error:
+                raise Unreadable(f"schema {table['schema']} is newer than {SCHEMA}; upgrade headrace")
+            return build(cls, table)
+        except Unreadable as error:
+            raise Unreadable(f"run spec: {error}") from error
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise Unreadable(f"run spec: {type(error).__name__}: {error}") from error
 
 

@@ -102,7 +102,7 @@ def load_settings(**overrides: Any) -> Settings:
         if first["type"] == "extra_forbidden":
             raise UsageError(f"setting {name!r} is unknown{_nearest(name)}") from error
         raise UsageError(f"setting {name} ({PREFIX}{name.upper()}): {first['msg']}") from error
-    except ValueError as error:  # a TOML file that does not parse
+    except (ValueError, OSError) as error:  # a TOML file that does not parse, or cannot be read
         raise UsageError(f"{CONFIG_VARIABLE}={os.environ.get(CONFIG_VARIABLE)}: {error}") from error
 
 

@@ -15,6 +15,7 @@ from headrace.errors import Unreadable
 
 ITEM_SIZE = {"I64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1}
 MAX_HEADER = 1 << 20
+_MAX_DIMENSIONS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +87,10 @@ def decode_header(head: bytes, file_size: int) -> tuple[dict[str, TensorInfo], d
         table = json.loads(head[8 : 8 + length])
         metadata = table.pop("__metadata__", {})
         tensors = {name: _tensor(name, entry) for name, entry in table.items()}
-        if not all(isinstance(k, str) and isinstance(v, str) for k, v in metadata.items()):
-            raise Unreadable("the header's metadata must be strings")
+        for key, value in metadata.items():
+            f"{key}{value}".encode()  # JSON can spell half a surrogate pair, which no store takes
+            if not isinstance(value, str):
+                raise Unreadable("the header's metadata must be strings")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Unreadable(f"the header is not that of a safetensors file: {error}") from error
     _check_offsets(tensors, file_size - 8 - length)
@@ -98,18 +101,20 @@ def _tensor(name: str, entry: Mapping[str, Any]) -> TensorInfo:
     shape = tuple(entry["shape"])
     begin, end = entry["data_offsets"]
     dtype = entry["dtype"]
-    if dtype not in ITEM_SIZE or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-        raise Unreadable(f"tensor {name!r} has dtype {dtype!r} and shape {shape}")
+    if len(shape) > _MAX_DIMENSIONS or dtype not in ITEM_SIZE:
+        raise Unreadable(f"tensor {name[:40]!r} has {len(shape)} dimensions and dtype {str(dtype)[:40]!r}")
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, begin, end)):
+        raise Unreadable(f"tensor {name[:40]!r}: a size or an offset is not a whole number from 0 to 2**63")
     if end - begin != ITEM_SIZE[dtype] * prod(shape):
-        raise Unreadable(f"tensor {name!r}: {end - begin} bytes do not hold {shape} of {dtype}")
+        raise Unreadable(f"tensor {name[:40]!r}: {end - begin} bytes do not hold {shape} of {dtype}")
     return TensorInfo(dtype=dtype, shape=shape, begin=begin, end=end)
 
 
 def _check_offsets(tensors: Mapping[str, TensorInfo], data_bytes: int) -> None:
     position = 0
-    for name, info in sorted(tensors.items(), key=lambda item: item[1].begin):
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if info.begin != position:
-            raise Unreadable(f"tensor {name!r} starts at {info.begin}, expected {position}")
+            raise Unreadable(f"tensor {name[:40]!r} starts at {info.begin}, expected {position}")
         position = info.end
     if position != data_bytes:
         raise Unreadable(f"the tensors take {position} bytes, the file holds {data_bytes}")

@@ -4,39 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 
 from headrace.dumps import Dump, DumpHeader
 from headrace.ids import RequestId
+from headrace.reasons import LOSSES as LOSSES
+from headrace.reasons import LOST_REASONS as LOST_REASONS
+from headrace.reasons import MISMATCHES as MISMATCHES
+from headrace.reasons import Reason as Reason
 from headrace.runs import Identity, RunSpec
-
-
-class Reason(StrEnum):
-    """Why a dump was refused, a request lost, or a sample rejected; each is a metric's label."""
-
-    TOKEN_CONTENT = "token_content"
-    TOKEN_COUNT = "token_count"
-    LAYERS = "layers"
-    SHAPE = "shape"
-    NOT_FINITE = "not_finite"
-    DEGENERATE = "degenerate"
-    WEIGHTS_CHANGED = "weights_changed"
-    ENGINE_CHANGED = "engine_changed"
-    PREFIX_CACHED = "prefix_cached"
-    INCOMPLETE = "incomplete"
-    UNREADABLE = "unreadable"
-    CORRUPT = "corrupt"
-    UNKNOWN_RUN = "unknown_run"
-    NO_ROOM = "no_room"
-    EVICTED = "evicted"
-    ABORTED = "aborted"
-    INTERNAL = "internal"
-    DUPLICATE = "duplicate"
-
-
-LOSSES = frozenset({Reason.NO_ROOM, Reason.EVICTED, Reason.ABORTED, Reason.INTERNAL})
-MISMATCHES = frozenset(Reason) - LOSSES - {Reason.DUPLICATE}
-LOST_REASONS = LOSSES | {Reason.PREFIX_CACHED, Reason.INCOMPLETE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fnmatch import fnmatch
 from typing import Any
 
@@ -14,75 +15,18 @@ from headrace.bus import Bus, keys
 from headrace.bus.values import Attempt, Site
 from headrace.ids import RequestId
 from headrace.lifecycle import State
-from headrace.manifest import Line
-from headrace.runs import Identity, RunSpec
+from headrace.runs import Identity
 from tests.support.bus_model import BusModel
+from tests.support.bus_values import BOOT, IDENTITY, RUN, make_attempt, make_line, make_site, make_spec
 
 pytestmark = pytest.mark.redis
 
-RUN = "machine1"
 TOTAL = 5
 SITES = ("sitea", "siteb")
-BOOT = "boot1"
-FAR = 4_000_000_000_000  # ms
-ENGINE, OTHER = "engine 1", "engine 2"
+ENGINE, OTHER = IDENTITY.engine, "engine 2"
 
 picks = st.integers(0, 15)
 ordinals = st.integers(-1, TOTAL)
-
-
-def make_spec(max_attempts: int) -> RunSpec:
-    return RunSpec(
-        run=RUN,
-        dataset="d" * 16,
-        total=TOTAL,
-        model="/models/m",
-        engine_model="m",
-        boundaries=(2, 4, 6),
-        final_state="pre_norm",
-        hidden_size=8,
-        format="headrace",
-        output="/data/out",
-        max_attempts=max_attempts,
-    )
-
-
-def make_site(name: str, *, boot: str = BOOT, dump_bytes: int = 0, requests: int = 3, tokens: int = 9) -> Site:
-    return Site(
-        site=name,
-        url="http://127.0.0.1:30000",
-        boot=boot,
-        incarnation="inc1",
-        model="m",
-        boundaries=(2, 4, 6),
-        final_state="pre_norm",
-        hidden_size=8,
-        dtype="BF16",
-        fingerprint=ENGINE,
-        weight_version="w1",
-        context_length=64,
-        max_requests=requests,
-        max_tokens=tokens,
-        dump_cap_bytes=1000,
-        dump_bytes=dump_bytes,
-    )
-
-
-def make_line(ordinal: int, status: Any, reason: str) -> Line:
-    return Line(
-        ordinal=ordinal,
-        sample=f"s{ordinal}",
-        status=status,
-        reason=reason,
-        request="",
-        tokens=5,
-        path="",
-        bytes=7,
-        checksum="",
-        boundaries=(2, 4, 6),
-        proof="",
-        at="2026-01-01T00:00:00Z",
-    )
 
 
 class BusMachine(RuleBasedStateMachine):
@@ -94,7 +38,7 @@ class BusMachine(RuleBasedStateMachine):
     def begin(self, max_attempts: int) -> None:
         self.bus.redis.flushall()
         self.model = BusModel(run=RUN, total=TOTAL, max_attempts=max_attempts)
-        self.spec = make_spec(max_attempts)
+        self.spec = make_spec(total=TOTAL, max_attempts=max_attempts)
         self.names: list[str] = []
         self.seen_done: set[int] = set()
         assert self.bus.runs.create(self.spec) == "created"
@@ -330,21 +274,12 @@ class BusMachine(RuleBasedStateMachine):
         assert self.bus.runs.feed(RUN, cursor, entries) == self.model.feed(cursor, entries)
 
     def _attempt(self, ordinal: int, reuse: bool = False) -> Attempt:
-        tokens = 2 + ordinal % 4
         earlier = [name for name in self.names if RequestId.parse(name).ordinal == ordinal]
         if reuse and earlier:
-            request = earlier[-1]
-        else:
-            request = str(RequestId.make(RUN, ordinal, f"{len(self.names):08d}", range(tokens)))
-            self.names.append(request)
-        return Attempt(
-            ordinal=ordinal,
-            request=request,
-            tokens=tokens,
-            dump_bytes=100 * tokens,
-            sample=f"s{ordinal}",
-            mask=(1, tokens - 1),
-        )
+            return replace(make_attempt(ordinal, tokens=2 + ordinal % 4), request=earlier[-1])
+        attempt = make_attempt(ordinal, f"{len(self.names):08d}", tokens=2 + ordinal % 4)
+        self.names.append(attempt.request)
+        return attempt
 
     def _capture(self, name: str, engine: str, twice: bool) -> None:
         request, site = RequestId.parse(name), self._site(name)
@@ -501,4 +436,4 @@ def test_random_lives_agree_with_the_model_and_leave_nothing_behind(bus: Bus) ->
         pass
 
     Machine.bus = bus
-    run_state_machine_as_test(Machine, settings=settings(max_examples=40, stateful_step_count=40))
+    run_state_machine_as_test(Machine, settings=settings(max_examples=60, stateful_step_count=50))

@@ -42,7 +42,9 @@ def reaper(bus: Bus, tmp_path: Path, samples: list[Sample]) -> Iterator[Reaper]:
     bus.sites.register(SITE, 60)
     bus.runs.feed(RUN, 0, [""] * (TOTAL - 1) + ["too_long"])
     catalog = Catalog()
-    assert catalog.inputs(bus, spec) is not None
+    view = bus.runs.get(RUN)
+    assert view is not None
+    catalog.serve(view)
     yield Reaper(bus, catalog)
     catalog.close()
 
@@ -159,3 +161,25 @@ def test_a_run_that_a_new_server_does_not_know_is_rebuilt(
     view = bus.runs.get(RUN)
     assert view is not None
     assert (view.state, view.cursor, view.open) == ("active", 0, TOTAL)
+
+
+def test_a_cancelled_run_stays_cancelled_when_redis_restarts(
+    bus: Bus, reaper: Reaper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reaper.pass_once()
+    bus.runs.cancel(RUN)
+    monkeypatch.setattr(type(bus), "server_run_id", lambda self: "another life")
+    reaper.pass_once()
+    view = bus.runs.get(RUN)
+    assert view is not None
+    assert view.state == "cancelled"
+
+
+def test_a_run_whose_samples_are_damaged_is_paused_and_says_so(bus: Bus, reaper: Reaper, tmp_path: Path) -> None:
+    path = tmp_path / "dataset" / "inputs" / "samples.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"rejected"', b'"rejecte\\"'))
+    reaper.pass_once()
+    view = bus.runs.get(RUN)
+    assert view is not None
+    assert view.state == "paused"
+    assert "inputs" in view.reason

@@ -31,6 +31,7 @@ class EngineProcess:
     def __init__(self, folder: Path, *flags: str, environ: Mapping[str, str] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._port_file = folder / "port"
+        self._port_file.unlink(missing_ok=True)  # of an earlier engine in this folder
         self.log = folder / "engine.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(

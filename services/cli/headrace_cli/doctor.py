@@ -8,6 +8,7 @@ from typing import Any
 import requests
 
 from headrace.bus import Bus
+from headrace.bus.client import redact
 from headrace.bus.values import Site
 from headrace.errors import HeadraceError
 from headrace.settings import Settings
@@ -29,7 +30,7 @@ def examine(settings: Settings) -> list[Finding]:
     try:
         bus = Bus.from_settings(settings)
     except HeadraceError as error:
-        return [Finding(what=f"Redis at {settings.redis_url}", ok=False, fix=str(error))]
+        return [Finding(what=f"Redis at {redact(settings.redis_url)}", ok=False, fix=str(error))]
     try:
         findings = [*_redis(bus), *_sites(bus)]
         for site in bus.sites.registered():
@@ -80,6 +81,7 @@ def _site(bus: Bus, site: Site) -> list[Finding]:
     about = f"site {site.site} at {site.url}"
     facts = f"{site.model}, boundaries {list(site.boundaries)}, {site.final_state}, {site.fingerprint}"
     workers = bus.jobs.workers(site.site)
+    failed = bus.jobs.failed(site.site)
     captured, queued = bus.sites.storing(site.site)
     used = site.dump_bytes / site.dump_cap_bytes
     return [
@@ -89,6 +91,11 @@ def _site(bus: Bus, site: Site) -> list[Finding]:
             what=f"{about}: writers {workers}, captured and not stored {captured}, jobs queued {queued}",
             ok=workers > 0,
             fix="start a headrace-writer with the same HEADRACE_DUMP_DIR",
+        ),
+        Finding(
+            what=f"{about}: storage jobs that failed within a day: {failed}",
+            ok=failed == 0,
+            fix="the writer's log says why; the jobs come again by themselves once that is mended",
         ),
         Finding(
             what=f"{about}: dump folder {used:.0%} of its cap",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from headrace import logs, metrics
 from headrace.bus import Bus
@@ -13,19 +13,24 @@ from headrace.bus.values import Attempt, RunView, Site
 from headrace.errors import Unavailable
 from headrace.flow import feed_size, room
 from headrace.ids import NONCE_ALPHABET, NONCE_LENGTH, RequestId
+from headrace.reasons import Reason
 from headrace.service import Service
 from headrace_dispatcher.catalog import Catalog
 from headrace_dispatcher.engines import Answer, EngineClient
 from headrace_dispatcher.flights import Flight, Flights
 from headrace_dispatcher.inputs import Inputs, Sample
+from headrace_dispatcher.isolation import Isolation
 from headrace_dispatcher.plan import Fit, Limits, choose, dump_bytes
 from headrace_dispatcher.reaper import Reaper
 
 log = logs.get(__name__)
 
+EXCEEDS_ENGINE = "exceeds_engine"
+
 _TICK_SECONDS = 0.25
 _FEED_BATCH = 200
 _CLAIM_BATCH = 64
+_PEEK = 256  # pending samples that are looked at for one site
 _ENGINE_PAUSE_SECONDS = 1.0  # after an engine was unavailable
 
 
@@ -46,7 +51,9 @@ class Dispatcher:
         self._paused_until: dict[str, float] = {}
         self._waiting: dict[str, str] = {}
         self._turn = 0
+        self._nowhere: dict[tuple[str, int], float] = {}
         self._crash: BaseException | None = None
+        self._runs = Isolation(bus)
         self._flights = Flights(bus, EngineClient(service.settings.engine_timeout_seconds), self._landed)
         self._reaper = Reaper(bus, self._catalog)
 
@@ -103,30 +110,29 @@ class Dispatcher:
             self._service.stop.wait(1.0)
 
     def _landed(self, flight: Flight, answer: Answer) -> None:
-        if answer.outcome == "unavailable":
+        if answer.outcome == "unavailable" or answer.reason == Reason.NO_ROOM:
             self._paused_until[flight.site] = time.monotonic() + _ENGINE_PAUSE_SECONDS
         self._wake.set()
 
     def _tick(self) -> None:
-        views = [view for view in map(self._bus.runs.get, self._bus.runs.names()) if view is not None]
-        for view in views:
+        active: list[RunView] = []
+        for view in self._runs.views():
             if view.state in ("finished", "cancelled"):
                 self._catalog.forget(view.spec.run)
-        active = [view for view in views if view.state == "active"]
-        opened = [(view, self._catalog.inputs(self._bus, view.spec)) for view in active]
-        ready = [(view, inputs) for view, inputs in opened if inputs is not None]
-        for view, inputs in ready:
-            self._feed(view, inputs)
+                continue
+            self._catalog.serve(view)
+            if view.state == "active":
+                active.append(view)
         sites = self._bus.sites.registered()
         self._turn += 1
-        for site in sites:
-            # Each site begins with another run, so that none is starved.
-            for index in range(len(ready)):
-                view, inputs = ready[(index + self._turn) % len(ready)]
-                if not site.unfit_for(view.spec) and self._paused_until.get(site.site, 0.0) <= time.monotonic():
-                    self._fill(site, view, inputs, [other for other in sites if not other.unfit_for(view.spec)])
-        for view, _ in ready:
-            self._say_waiting(view, sites)
+        for index in range(len(active)):
+            # Each tick begins with another run, so that none is starved.
+            view = active[(index + self._turn) % len(active)]
+            with self._runs.isolated(view.spec.run), self._catalog.reading(self._bus, view.spec) as inputs:
+                if inputs is not None:
+                    self._feed(view, inputs)
+                    self._spread(view, inputs, sites)
+                    self._say_waiting(view, sites)
 
     def _feed(self, view: RunView, inputs: Inputs) -> None:
         size = feed_size(self._service.settings.window, view.fed, _FEED_BATCH)
@@ -138,32 +144,52 @@ class Dispatcher:
         if self._bus.runs.feed(view.spec.run, view.cursor, reasons) is not None:
             self._wake.set()
 
-    def _fill(self, site: Site, view: RunView, inputs: Inputs, fit: Sequence[Site]) -> None:
+    def _spread(self, view: RunView, inputs: Inputs, sites: Sequence[Site]) -> None:
+        fit = [site for site in sites if not site.unfit_for(view.spec)]
+        for site in fit:
+            if self._paused_until.get(site.site, 0.0) <= time.monotonic():
+                self._fill(site, view, inputs, [_limits(other) for other in fit if other is not site])
+
+    def _fill(self, site: Site, view: RunView, inputs: Inputs, others: Sequence[Limits]) -> None:
         load = self._bus.sites.load(site)
         metrics.IN_FLIGHT_TOKENS.labels(site.site).set(load.tokens)
         free = room(site.caps, load)
         if free.requests == 0:
             return
-        run = view.spec.run
-        entries = [inputs[ordinal] for ordinal in self._bus.runs.pending(run, min(free.requests, _CLAIM_BATCH))]
-        samples = [entry for entry in entries if isinstance(entry, Sample)]
-        here = _limits(site)
-        others = [_limits(other) for other in fit if other.site != site.site]
+        run, here = view.spec.run, _limits(site)
+        seen: list[Sample] = []
+
+        def lengths() -> Iterator[int]:
+            for ordinal in self._bus.runs.pending(run, _PEEK):
+                entry = inputs[ordinal]
+                if isinstance(entry, Sample):
+                    seen.append(entry)
+                    yield len(entry.ids)
+
         chosen: list[tuple[Attempt, Flight]] = []
-        for sample, decision in zip(
-            samples, choose([len(sample.ids) for sample in samples], free, here, others), strict=True
-        ):
-            if decision is Fit.NEVER:
-                self._bus.requests.reject(run, sample.ordinal, "exceeds_engine")
-                log.warning("sample fits no engine", run=run, ordinal=sample.ordinal, tokens=len(sample.ids))
+        for index, decision in enumerate(choose(lengths(), free, here, others)):
+            sample = seen[index]
+            if decision is Fit.NOWHERE:
+                self._reject_in_time(run, sample)
             elif decision is Fit.NOW:
                 chosen.append(_attempt(site, here, view, sample))
+            if len(chosen) == _CLAIM_BATCH:
+                break
         if not chosen:
             return
         answers = self._bus.requests.claim(run, site.site, site.boot, [attempt for attempt, _ in chosen])
         for answer, (_, flight) in zip(answers, chosen, strict=True):
             if answer == "claimed":
                 self._flights.start(flight, site.max_requests)
+
+    def _reject_in_time(self, run: str, sample: Sample) -> None:
+        """Reject a sample that no site can take, once that has held for a while: a larger site may be restarting."""
+        now = time.monotonic()
+        since = self._nowhere.setdefault((run, sample.ordinal), now)
+        if now - since >= 2 * self._service.settings.site_ttl_seconds:
+            del self._nowhere[run, sample.ordinal]
+            self._bus.requests.reject(run, sample.ordinal, EXCEEDS_ENGINE)
+            log.warning("sample fits no engine", run=run, ordinal=sample.ordinal, tokens=len(sample.ids))
 
     def _say_waiting(self, view: RunView, sites: Sequence[Site]) -> None:
         run = view.spec.run

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -13,8 +13,8 @@ class Fit(StrEnum):
     """How a sample stands to the sites that could serve its run."""
 
     NOW = "now"
-    LATER = "later"
-    NEVER = "never"
+    ELSEWHERE = "elsewhere"
+    NOWHERE = "nowhere"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,21 +35,17 @@ def dump_bytes(tokens: int, limits: Limits) -> int:
     return tokens * limits.bytes_per_token + 16384
 
 
-def choose(lengths: Sequence[int], room: Room, here: Limits, elsewhere: Sequence[Limits]) -> list[Fit]:
-    """Decide for the next pending samples, given by their lengths in tokens, in order.
+def choose(lengths: Iterable[int], room: Room, here: Limits, elsewhere: Sequence[Limits]) -> Iterator[Fit]:
+    """Decide for the next pending samples, given by their lengths in tokens, until one must wait for room.
 
-    Samples keep their order: behind one that must wait for room, all wait, so that a long prompt is not starved by
-    short ones. A sample that only another site can take is passed over here.
+    Samples keep their order: behind one that must wait all wait, so that a long prompt is not starved by short
+    ones. A sample that only another site can take, or none, is passed over.
     """
-    decisions: list[Fit] = []
-    blocked = False
     for tokens in lengths:
         if not here.could_take(tokens):
-            decisions.append(Fit.LATER if any(site.could_take(tokens) for site in elsewhere) else Fit.NEVER)
-        elif blocked or not room.fits(tokens, dump_bytes(tokens, here)):
-            blocked = True
-            decisions.append(Fit.LATER)
-        else:
+            yield Fit.ELSEWHERE if any(site.could_take(tokens) for site in elsewhere) else Fit.NOWHERE
+        elif room.fits(tokens, dump_bytes(tokens, here)):
             room = room.less(tokens, dump_bytes(tokens, here))
-            decisions.append(Fit.NOW)
-    return decisions
+            yield Fit.NOW
+        else:
+            return

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
+import tempfile
+import time
 from pathlib import Path
 
 from headrace import logs, metrics
 from headrace.bus import Bus
 from headrace.bus.values import DESTINATION_FULL, RunView, Unrecorded
-from headrace.errors import HeadraceError, Unavailable
 from headrace.ids import RequestId
 from headrace.messages import Record, RecordJob
 from headrace_dispatcher.catalog import Catalog
 from headrace_dispatcher.inputs import Inputs
+from headrace_dispatcher.isolation import Isolation
 from headrace_dispatcher.rebuild import rebuild
 
 log = logs.get(__name__)
 
+_PROBE_SECONDS = 3.0
 _SPARE = 1 << 20  # bytes that must be free beyond what waits to be stored, before a full destination is tried again
 
 
@@ -28,7 +32,9 @@ class Reaper:
         """Work over this bus."""
         self._bus = bus
         self._catalog = catalog
+        self._runs = Isolation(bus)
         self._server = ""
+        self._probed: dict[str, float] = {}
 
     def pass_once(self) -> None:
         """Do what is due.
@@ -37,59 +43,72 @@ class Reaper:
             Unavailable: Redis is away; the next pass does it.
         """
         self._notice_another_server()
-        for run in self._bus.runs.names():
-            self._run(run)
+        for view in self._runs.views():
+            with self._runs.isolated(view.spec.run):
+                self._run(view)
         for site in self._bus.sites.names():
             self._site(site)
 
     def _notice_another_server(self) -> None:
         server = self._bus.server_run_id()
         if self._server and server != self._server:
-            for spec in list(self._catalog.specs.values()):
-                try:
-                    learnt = rebuild(self._bus, spec)
-                except HeadraceError as error:
-                    if isinstance(error, Unavailable):
-                        raise
-                    log.error("rebuild failed", run=spec.run, error=str(error))
-                else:
-                    log.warning("redis restarted: run rebuilt from its manifest", run=spec.run, learnt=learnt)
+            for view in self._catalog.served():
+                with self._runs.isolated(view.spec.run):
+                    self._rebuild(view)
         self._server = server
 
-    def _run(self, name: str) -> None:
-        view = self._bus.runs.get(name)
-        if view is None:
+    def _rebuild(self, view: RunView) -> None:
+        run = view.spec.run
+        known = self._bus.runs.get(run)
+        if known is not None and known.state == "cancelled":
             return
-        ended, records = self._bus.requests.reap_run(name)
+        learnt = rebuild(self._bus, view.spec)
+        if known is None and view.state == "paused":
+            self._bus.runs.pause(run, view.reason)
+        log.warning("redis restarted: run brought up to its manifest", run=run, learnt=learnt)
+
+    def _run(self, view: RunView) -> None:
+        run = view.spec.run
+        ended, records = self._bus.requests.reap_run(run)
         for entry in ended:
             log.warning("attempt lapsed", request=entry.request, outcome=entry.outcome, reason=entry.reason)
         if records:
             self._record(view, records)
         if view.state == "paused" and view.reason == DESTINATION_FULL and self._has_room(view):
-            log.info("destination has room again", run=name)
-            self._bus.runs.activate(name)
+            log.info("destination has room again", run=run)
+            self._bus.runs.activate(run)
         if view.state == "active":
-            self._bus.runs.mark_rate(name)
-        metrics.QUEUE_DEPTH.labels(f"pending-{name}").set(view.pending)
+            self._bus.runs.mark_rate(run)
+        metrics.QUEUE_DEPTH.labels(f"pending-{run}").set(view.pending)
 
     def _record(self, view: RunView, records: list[Unrecorded]) -> None:
         sites = self._bus.sites.registered()
-        inputs = self._catalog.inputs(self._bus, view.spec)
-        if not sites or inputs is None:
-            return  # the lease of the records lapses, and the next pass finds them again
-        run = view.spec.run
-        job = RecordJob(run=run, records=tuple(_record(inputs, entry) for entry in records))
+        with self._catalog.reading(self._bus, view.spec) as inputs:
+            if not sites or inputs is None:
+                return  # the lease of the records lapses, and the next pass finds them again
+            job = RecordJob(run=view.spec.run, records=tuple(_record(inputs, entry) for entry in records))
         site = secrets.choice(sites).site
-        self._bus.jobs.queue_record(site, job, f"record-{run}-{secrets.token_hex(8)}")
-        log.info("lines of samples without a row queued", run=run, site=site, lines=len(records))
+        self._bus.jobs.queue_record(site, job, f"record-{job.run}-{secrets.token_hex(8)}")
+        log.info("lines of samples without a row queued", run=job.run, site=site, lines=len(records))
 
     def _has_room(self, view: RunView) -> bool:
-        waiting = sum(site.dump_bytes for site in self._bus.sites.registered())
-        try:
-            return shutil.disk_usage(Path(view.spec.output)).free >= waiting + _SPARE
-        except OSError as error:
-            log.warning("destination unreadable", run=view.spec.run, error=str(error))
+        """Whether what waits to be stored would fit; asked every few seconds, and by a file where it seems so."""
+        now = time.monotonic()
+        if now - self._probed.get(view.spec.run, -_PROBE_SECONDS) < _PROBE_SECONDS:
             return False
+        self._probed[view.spec.run] = now
+        waiting = sum(site.dump_bytes for site in self._bus.sites.registered())
+        output = Path(view.spec.output)
+        try:
+            if shutil.disk_usage(output).free < waiting + _SPARE:
+                return False
+            # A quota is not seen in the free bytes: ask for some.
+            with tempfile.TemporaryFile(dir=output) as file:
+                os.posix_fallocate(file.fileno(), 0, _SPARE)
+        except OSError as error:
+            log.warning("destination still takes nothing", run=view.spec.run, error=str(error))
+            return False
+        return True
 
     def _site(self, name: str) -> None:
         ended, jobs = self._bus.requests.reap_site(name)

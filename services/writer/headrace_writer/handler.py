@@ -16,7 +16,7 @@ from headrace import logs, metrics
 from headrace.bus import Bus
 from headrace.bus.values import DESTINATION_FULL
 from headrace.dumps import DUMP_SUFFIX
-from headrace.errors import Unavailable
+from headrace.errors import Conflict, Unavailable, Unreadable, UsageError
 from headrace.ids import RequestId
 from headrace.messages import Job, RecordJob, StoreJob
 from headrace.quarantine import Quarantine
@@ -117,7 +117,7 @@ class Handler:
 
     @contextmanager
     def _minding(self, run: str) -> Iterator[None]:
-        """A full destination pauses the run and burns nothing: the dump stays, and its job comes again."""
+        """A destination that takes no rows pauses its run and burns nothing: the dump stays, its job comes again."""
         try:
             yield
         except DestinationFull as error:
@@ -127,6 +127,10 @@ class Handler:
         except Unavailable:
             if run in self._stores:  # its folder may have been replaced: the next job opens it anew
                 self._stores.pop(run)[1].close()
+            raise
+        except (Conflict, UsageError, Unreadable) as error:
+            self._bus.runs.pause(run, str(error))
+            log.error("run paused: its folder cannot take rows", run=run, error=str(error))
             raise
 
     @contextmanager

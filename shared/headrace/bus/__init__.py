@@ -66,6 +66,13 @@ class Bus:
         with self.guard():
             return str(self.redis.info("server")["run_id"])
 
+    def server_facts(self) -> tuple[str, str, bool]:
+        """The server's version, its eviction policy (`unknown` where it may not be asked), and whether it persists."""
+        with self.guard():
+            server, memory = self.redis.info("server"), self.redis.info("memory")
+            persistent = bool(self.redis.info("persistence").get("aof_enabled"))
+        return str(server["redis_version"]), str(memory.get("maxmemory_policy", "unknown")), persistent
+
     def call(self, script: str, *arguments: str | int | float | bytes) -> Any:
         """Run a script."""
         with self.guard():

@@ -16,10 +16,12 @@ from headrace.errors import Unavailable, UsageError
 # Above every blocking read (RQ's workers set their own), so that an idle wait is not taken for a dead server.
 SOCKET_TIMEOUT = 10.0
 CONNECT_TIMEOUT = 3.0
+# How a server that cannot write now says so, also from within a script.
+_NO_WRITES = ("MISCONF", "OOM command", "READONLY", "NOREPLICAS", "MASTERDOWN")
 
 
 def connect(url: str, password: str = "", *, connections: int = 32) -> redis.Redis:
-    """Open a pool of at most `connections`; nothing is sent yet.
+    """Open a pool of at most `connections`, for which further threads wait; nothing is sent yet.
 
     Every change that headrace makes is idempotent, so a command that timed out is sent again.
 
@@ -27,22 +29,28 @@ def connect(url: str, password: str = "", *, connections: int = 32) -> redis.Red
         UsageError: the URL is not a Redis URL.
     """
     try:
-        return redis.Redis.from_url(
+        pool = redis.BlockingConnectionPool.from_url(
             url,
             password=password or None,
             max_connections=connections,
+            timeout=SOCKET_TIMEOUT,
             socket_timeout=SOCKET_TIMEOUT,
             socket_connect_timeout=CONNECT_TIMEOUT,
             health_check_interval=30,
             retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), retries=3),
         )
-    except ValueError as error:
+        pool.connection_class(**pool.connection_kwargs)  # an unknown option in the URL shows only here
+    except (ValueError, TypeError) as error:
         raise UsageError(f"HEADRACE_REDIS_URL {redact(url)!r}: {error}") from error
+    return redis.Redis.from_pool(pool)
 
 
 def redact(url: str) -> str:
     """The URL without its password."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "(not a URL)"
     if parts.password is None:
         return url
     host = parts.netloc.rpartition("@")[2]
@@ -68,6 +76,8 @@ def translated(where: str) -> Iterator[None]:
     except (redis.exceptions.OutOfMemoryError, redis.exceptions.ReadOnlyError) as error:
         raise Unavailable(f"Redis at {where} takes no writes: {error}") from error
     except redis.ResponseError as error:
+        if any(sign in str(error) for sign in _NO_WRITES):
+            raise Unavailable(f"Redis at {where} takes no writes: {error}") from error
         if str(error).startswith(("NOAUTH", "WRONGPASS", "NOPERM")):
             message = f"Redis at {where} refused the password ({error}); set HEADRACE_REDIS_PASSWORD_FILE"
             raise UsageError(message) from error

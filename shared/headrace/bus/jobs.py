@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgpack
+import redis
 from rq import Queue, SimpleWorker
 from rq.exceptions import DuplicateJobError
 from rq.job import Job as RqJob
@@ -45,6 +48,13 @@ class StorageJob(RqJob):
 
     handlers: ClassVar[dict[str, Handler]] = {}
 
+    def restore(self, raw_data: Any) -> None:
+        """Restore from Redis, less what would have RQ import a callback, call a URL or run the job again."""
+        super().restore(raw_data)
+        self._success_callback_name = self._failure_callback_name = self._stopped_callback_name = None
+        self.webhooks = []
+        self.retries_left = self.repeats_left = None
+
     @property
     def func(self) -> Callable[[bytes], None]:
         """The handler that the payload names, with the message decoded; nothing is ever imported by name."""
@@ -76,6 +86,24 @@ class StorageWorker(SimpleWorker):
         """SIGTERM or SIGINT came: the running job ends, then `work` returns."""
         super().handle_warm_shutdown_request()  # type: ignore[no-untyped-call]
         self.on_stop()
+
+    def set_shutdown_requested_date(self) -> None:
+        """Runs in the signal handler: while Redis is away it must not break into the running job."""
+        with suppress(redis.ConnectionError, redis.TimeoutError):
+            super().set_shutdown_requested_date()  # type: ignore[no-untyped-call]
+
+    def work(self, *args: Any, **kwargs: Any) -> bool:
+        """Work as RQ does; afterwards the process has its own signal handlers again.
+
+        Returns early when Redis goes away while a job runs, and raises redis-py's errors when it is away at the start
+        or at the end; an idle worker waits for it.
+        """
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            return super().work(*args, **kwargs)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 class Jobs:
@@ -125,6 +153,11 @@ class Jobs:
         """Jobs that raised at the site, within the last day."""
         with self._bus.guard():
             return int(self.rq_queue(site).failed_job_registry.get_job_count(cleanup=False))
+
+    def workers(self, site: str) -> int:
+        """Writers that are alive at the site."""
+        with self._bus.guard():
+            return len(StorageWorker.all_keys(self._bus.redis, queue=self.rq_queue(site)))
 
     def delete_queue(self, site: str) -> None:
         """Delete the queue of an evicted site, with its jobs."""

@@ -36,8 +36,8 @@ class Requests:
     def claim(self, run: str, site: str, boot: str, attempts: Sequence[Attempt]) -> list[str]:
         """Open attempts at one site, within its caps, before they are posted.
 
-        Returns for each `claimed`, `taken` (not pending any more), `full`, `gone` (the site or its boot), or the
-        run's state when it is not active.
+        Returns for each `claimed`, `taken` (not pending any more, or a request id that was used before), `full`,
+        `gone` (the site or its boot), or the run's state when it is not active.
         """
         arguments: list[str | int] = []
         for attempt in attempts:
@@ -55,7 +55,10 @@ class Requests:
         self._lease(run, [request], self.leases.grace, answered=True)
 
     def end(self, request: RequestId, *, burn: bool, kind: AttemptKind, reason: str) -> str:
-        """End an attempt that brought no row. Returns pending, failed, stale or unknown."""
+        """End an attempt that brought no row; one whose dump was captured burns in any case.
+
+        Returns pending, failed, stale or unknown. A mismatch counts also when the attempt had ended before.
+        """
         arguments = (request.run, str(request), request.ordinal, int(burn), kind, reason)
         answer: bytes = self._bus.call("end_attempt", *arguments)
         return answer.decode()

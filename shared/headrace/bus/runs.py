@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from headrace.bus import Bus
 
 _MARK_BATCH = 500
+_RATE_MS = 15_000  # between two notes; a rate is over one to two of them
 
 
 class Runs:
@@ -28,19 +29,15 @@ class Runs:
     def create(self, spec: RunSpec) -> Literal["created", "same", "other"]:
         """Create the run in state `rebuilding`; `other` when the name is taken by another extraction.
 
-        A run that exists keeps its state, except that a cancelled one becomes active again.
+        A run that exists keeps its state, except that a cancelled one is `rebuilding` again: it may have been cancelled
+        before it was rebuilt.
         """
         arguments = (spec.run, spec.encode(), spec.digest, spec.total, spec.max_attempts)
         return self._bus.call("create_run", *arguments).decode()  # type: ignore[no-any-return]
 
     def names(self) -> list[str]:
         """Names of all runs, sorted; names of expired ones are dropped."""
-        with self._guard():
-            found = sorted(text(name) for name in self._bus.redis.smembers(keys.RUNS))
-            alive = [name for name in found if self._bus.redis.exists(keys.run(name))]
-            for name in set(found) - set(alive):
-                self._bus.redis.srem(keys.RUNS, name)
-        return alive
+        return sorted(name.decode() for name in self._bus.call("run_names"))
 
     def get(self, name: str) -> RunView | None:
         """The run as it is now; None when Redis does not know it."""
@@ -50,7 +47,9 @@ class Runs:
             pipe.zcard(keys.in_flight(name))
             pipe.hlen(keys.opened(name))
             table, pending, in_flight, fed = pipe.execute()
-        return _view({key.decode(): value for key, value in table.items()}, pending, in_flight, fed) if table else None
+        if b"spec" not in table:
+            return None
+        return _view({key.decode(): value for key, value in table.items()}, pending, in_flight, fed)
 
     def spec(self, name: str) -> RunSpec | None:
         """The run's spec alone."""
@@ -93,6 +92,8 @@ class Runs:
 
     def pending(self, name: str, most: int, skip: int = 0) -> list[int]:
         """The next ordinals that may be claimed."""
+        if most <= 0:
+            return []
         with self._guard():
             return [int(ordinal) for ordinal in self._bus.redis.lrange(keys.pending(name), skip, skip + most - 1)]
 
@@ -108,16 +109,15 @@ class Runs:
             new += self._bus.call("mark_done", name, *batch)
         return new
 
-    def rewind(self, name: str) -> None:
-        """Feed from the first sample again; what is open or done is passed over."""
-        with self._guard():
-            self._bus.redis.hset(keys.run(name), "cursor", 0)
-
     def say_waiting(self, name: str, what: str) -> None:
         """Say, for `status`, what the run waits for; empty when for nothing."""
         with self._guard():
             if self._bus.redis.exists(keys.run(name)):
                 self._bus.redis.hset(keys.run(name), "waiting_for", what)
+
+    def mark_rate(self, name: str) -> None:
+        """Note what is stored now, for a rate over the next while; the reaper calls it with each pass."""
+        self._bus.call("mark_rate", name, _RATE_MS)
 
     def dead(self, name: str, most: int = 100) -> list[tuple[str, int, str]]:
         """The latest burnt attempts: request id, attempt, reason."""
@@ -169,4 +169,7 @@ def _view(table: dict[str, bytes], pending: int, in_flight: int, fed: int) -> Ru
         waiting_for=text("waiting_for"),
         created_at=number("created_at") / 1000,
         finished_at=int(finished) / 1000 if finished else None,
+        rate_since=number("rate_since") / 1000,
+        rate_rows=number("rate_rows"),
+        rate_tokens=number("rate_tokens"),
     )

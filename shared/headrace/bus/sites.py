@@ -71,7 +71,7 @@ class Sites:
         return int(captured), self._bus.jobs.depth(name)
 
     def evict(self, name: str) -> bool:
-        """Forget a site whose registration lapsed and whose captured samples went back, with its queue."""
+        """Forget a site whose registration lapsed and that holds no request any more, with its queue."""
         if not self._bus.call("evict", name):
             return False
         self._bus.jobs.delete_queue(name)

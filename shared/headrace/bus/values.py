@@ -17,7 +17,12 @@ DESTINATION_FULL = "destination full"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """A run as Redis has it now. `reasons` counts ended attempts, `rejected_by` and `failed_by` samples, by reason."""
+    """A run as Redis has it now.
+
+    `reasons` counts refused dumps and ended attempts by reason, `rejected_by` and `failed_by` count samples.
+    `rate_rows` and `rate_tokens` are what was stored at the time `rate_since`, for a rate over the last half minute or
+    so; times are seconds since the epoch.
+    """
 
     spec: RunSpec
     state: RunState
@@ -40,6 +45,9 @@ class RunView:
     waiting_for: str
     created_at: float
     finished_at: float | None
+    rate_since: float
+    rate_rows: int
+    rate_tokens: int
 
     @property
     def open(self) -> int:

@@ -19,7 +19,10 @@ if sample.state == 'captured' then
   redis.call('PEXPIRE', request_key(request), ENDED_TTL_MS)
   return {'duplicate'}
 end
-if sample.state == 'failed' or sample.state == 'rejected' then return {'closed'} end
+if sample.state == 'failed' or sample.state == 'rejected' then
+  release(run, request, req[3])
+  return {'closed'}
+end
 local engine, weights = unpack(redis.call('HMGET', key, 'engine', 'weight_version'))
 if engine and (engine ~= ARGV[6] or weights ~= ARGV[7]) then return {'identity'} end
 if not engine then redis.call('HSET', key, 'engine', ARGV[6], 'weight_version', ARGV[7]) end
@@ -27,7 +30,9 @@ if not engine then redis.call('HSET', key, 'engine', ARGV[6], 'weight_version', 
 if sample.state == 'pending' then redis.call('LREM', part_key(run, 'pending'), 1, ordinal) end
 release(run, request, req[3])
 if redis.call('EXISTS', site_key(site)) == 1 then redis.call('HINCRBY', site_key(site), 'dump_bytes', ARGV[5]) end
-sample.state, sample.live, sample.captured, sample.job, sample.reason = 'captured', '', request, 1, ''
+-- k never comes back for a request: its earlier storage jobs may still be known to RQ.
+sample.job = redis.call('HINCRBY', request_key(request), 'k', 1)
+sample.state, sample.live, sample.captured, sample.reason = 'captured', '', request, ''
 save(run, ordinal, sample)
 local time = now_ms()
 redis.call('ZADD', site_part(site, 'captured'), int(time + ARGV[8]), request)
@@ -35,6 +40,6 @@ redis.call('ZADD', site_part(site, 'storing'), int(time + ARGV[9]), request)
 redis.call('HSET', request_key(request), 'site', site)
 redis.call('HDEL', request_key(request), 'outcome')
 redis.call('PEXPIRE', request_key(request), REQUEST_TTL_MS)
-redis.call('HINCRBY', key, 'verdicts', 1)
+if redis.call('HSETNX', request_key(request), 'judged', 1) == 1 then redis.call('HINCRBY', key, 'verdicts', 1) end
 redis.call('SADD', 'hr:sites', site)
-return {'captured', '1', req[1], req[2]}
+return {'captured', int(sample.job), req[1], req[2]}

@@ -1,6 +1,6 @@
 -- Opens attempts at one site, within its caps.
 -- ARGV: run, site, boot, lease ms, then ordinal, request, tokens, bytes, sample, mask for each attempt.
--- Returns for each: claimed, taken (not pending), full, gone (site or boot), or the run's state when it is not active.
+-- Returns for each: claimed, taken (not pending, or an id that was used before), full, gone (site or boot), or the run's state when it is not active.
 local run, site, boot, lease = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local answers = {}
 local function all(answer)
@@ -26,7 +26,7 @@ for i = 5, #ARGV, 6 do
   local answer = 'claimed'
   if sample and sample.state == 'in_flight' and sample.live == request then
     answer = 'claimed'  -- repeated after a time-out
-  elseif not sample or sample.state ~= 'pending' then
+  elseif not sample or sample.state ~= 'pending' or redis.call('EXISTS', request_key(request)) == 1 then
     answer = 'taken'
   elseif requests + 1 > tonumber(fields[2]) or tokens + need_tokens > tonumber(fields[3])
       or bytes + need_bytes > tonumber(fields[4]) then

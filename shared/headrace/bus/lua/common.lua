@@ -35,8 +35,14 @@ local function save(run, ordinal, s)
     table.concat({s.state, int(s.attempts), s.live, s.captured, int(s.job), s.reason}, '|'))
 end
 
+-- Ordinals come from names of files and lines of manifests: one outside the run must not grow its bitmap.
+local function has(run, ordinal)
+  local total = redis.call('HGET', run_key(run), 'total')
+  return total and tonumber(ordinal) >= 0 and tonumber(ordinal) < tonumber(total)
+end
+
 local function is_done(run, ordinal)
-  return redis.call('GETBIT', part_key(run, 'done'), ordinal) == 1
+  return has(run, ordinal) and redis.call('GETBIT', part_key(run, 'done'), ordinal) == 1
 end
 
 -- The request no longer holds anything anywhere.
@@ -51,9 +57,10 @@ end
 
 local function check_finished(run)
   local key = run_key(run)
-  local fields = redis.call('HMGET', key, 'cursor', 'total', 'state')
-  if fields[1] and tonumber(fields[1]) >= tonumber(fields[2]) and fields[3] ~= 'cancelled'
-      and redis.call('HLEN', part_key(run, 'open')) == 0 then
+  local total, state, stored, rejected, failed =
+    unpack(redis.call('HMGET', key, 'total', 'state', 'stored', 'rejected', 'failed'))
+  if total and state ~= 'cancelled'
+      and (tonumber(stored) or 0) + (tonumber(rejected) or 0) + (tonumber(failed) or 0) >= tonumber(total) then
     local time = int(now_ms())
     redis.call('HSET', key, 'state', 'finished', 'reason', '')
     redis.call('HSETNX', key, 'finished_at', time)
@@ -68,8 +75,9 @@ local function run_of(request) return string.match(request, '^hr%-(%w+)%-') end
 local function ordinal_of(request) return string.match(request, '^hr%-%w+%-(%d+)%-') end
 
 -- Sets the done bit, counts once, and closes the sample. Returns whether it was open until now.
+-- A live request of the sample keeps its lease and its credit until it ends, for the engine still works on it.
 local function finish(run, ordinal, status, tokens, bytes, reason)
-  if redis.call('SETBIT', part_key(run, 'done'), ordinal, 1) == 1 then return false end
+  if not has(run, ordinal) or redis.call('SETBIT', part_key(run, 'done'), ordinal, 1) == 1 then return false end
   local key = run_key(run)
   redis.call('HINCRBY', key, status, 1)
   if status == 'stored' then
@@ -80,47 +88,59 @@ local function finish(run, ordinal, status, tokens, bytes, reason)
   end
   local sample = load(run, ordinal)
   if sample and sample.state == 'pending' then redis.call('LREM', part_key(run, 'pending'), 1, ordinal) end
+  if sample and sample.captured ~= '' then
+    release(run, sample.captured, redis.call('HGET', request_key(sample.captured), 'site'))
+    redis.call('DEL', request_key(sample.captured))
+  end
   redis.call('HDEL', part_key(run, 'open'), ordinal)
   redis.call('ZREM', part_key(run, 'recording'), ordinal)
   return true
 end
 
--- Closes an attempt that brought no row: the live one, or the captured one whose dump is gone.
--- kind is mismatch, loss or error. Returns pending, failed or stale; the same again when repeated.
-local function end_attempt(run, request, ordinal, burn, kind, reason)
-  local req = redis.call('HMGET', request_key(request), 'site', 'outcome')
-  if req[2] then return req[2] end
-  local sample = load(run, ordinal)
-  local current = sample and ((sample.state == 'in_flight' and sample.live == request)
-    or (sample.state == 'captured' and sample.captured == request))
-  if not req[1] and not current then return 'unknown' end
-  release(run, request, req[1])
-  local outcome = 'stale'
+-- A refused dump counts once, also when its attempt had ended before the dump came.
+local function count_refusal(run, request, reason)
+  if redis.call('HSETNX', request_key(request), 'refused', reason) == 0 then return end
   local key = run_key(run)
-  if current then
-    if not burn then sample.attempts = math.max(0, sample.attempts - 1) end
-    local limit = tonumber(redis.call('HGET', key, 'max_attempts') or '1')
-    sample.live, sample.captured, sample.job = '', '', 0
-    if sample.attempts >= limit then
-      sample.state, sample.live, sample.reason = 'failed', request, reason
-      redis.call('ZADD', part_key(run, 'recording'), 0, ordinal)
-      outcome = 'failed'
+  if redis.call('HSETNX', request_key(request), 'judged', 1) == 1 then redis.call('HINCRBY', key, 'verdicts', 1) end
+  redis.call('HINCRBY', key, 'mismatches', 1)
+  redis.call('HINCRBY', key, 'reason:' .. reason, 1)
+end
+
+-- Closes an attempt that brought no row: the live one, or the captured one whose dump is gone, which always burns.
+-- kind is mismatch, loss or error. Returns pending, failed, stale or unknown; the same again when repeated.
+local function end_attempt(run, request, ordinal, burn, kind, reason)
+  local key = run_key(run)
+  local limit = redis.call('HGET', key, 'max_attempts')
+  local site, ended = unpack(redis.call('HMGET', request_key(request), 'site', 'outcome'))
+  local sample = load(run, ordinal)
+  local live = sample and sample.state == 'in_flight' and sample.live == request
+  local captured = sample and sample.state == 'captured' and sample.captured == request
+  if not limit or not (site or live or captured) then
+    release(run, request, site)
+    return 'unknown'
+  end
+  if kind == 'mismatch' then count_refusal(run, request, reason) end
+  if ended then return ended end
+  release(run, request, site)
+  local outcome = 'stale'
+  if live or captured then
+    if live and not burn then
+      sample.attempts = sample.attempts - 1
     else
-      sample.state = 'pending'
+      redis.call('XADD', part_key(run, 'dead'), 'MAXLEN', '~', DEAD_LENGTH, '*',
+        'request', request, 'attempt', int(sample.attempts), 'reason', reason)
+    end
+    sample.live, sample.captured, sample.job = '', '', 0
+    if sample.attempts >= tonumber(limit) then
+      sample.state, sample.live, sample.reason, outcome = 'failed', request, reason, 'failed'
+      redis.call('ZADD', part_key(run, 'recording'), 0, ordinal)
+    else
+      sample.state, outcome = 'pending', 'pending'
       redis.call('RPUSH', part_key(run, 'pending'), ordinal)
-      outcome = 'pending'
     end
     save(run, ordinal, sample)
   end
-  redis.call('HINCRBY', key, 'reason:' .. reason, 1)
-  if kind == 'mismatch' then
-    redis.call('HINCRBY', key, 'verdicts', 1)
-    redis.call('HINCRBY', key, 'mismatches', 1)
-  end
-  if burn and sample then
-    redis.call('XADD', part_key(run, 'dead'), 'MAXLEN', '~', DEAD_LENGTH, '*',
-      'request', request, 'attempt', int(sample.attempts), 'reason', reason)
-  end
+  if kind ~= 'mismatch' then redis.call('HINCRBY', key, 'reason:' .. reason, 1) end
   redis.call('HSET', request_key(request), 'outcome', outcome)
   redis.call('PEXPIRE', request_key(request), ENDED_TTL_MS)
   return outcome

@@ -4,7 +4,8 @@ local run, cursor = ARGV[1], tonumber(ARGV[2])
 local key = run_key(run)
 local at, total, state = unpack(redis.call('HMGET', key, 'cursor', 'total', 'state'))
 if not at or tonumber(at) ~= cursor or state ~= 'active' then return -1 end
-for i = 3, #ARGV do
+local reached = math.min(cursor + #ARGV - 2, tonumber(total))
+for i = 3, reached - cursor + 2 do
   local ordinal, reason = int(cursor + i - 3), ARGV[i]
   if not is_done(run, ordinal) and redis.call('HEXISTS', part_key(run, 'open'), ordinal) == 0 then
     local sample = {state = 'pending', attempts = 0, live = '', captured = '', job = 0, reason = reason}
@@ -17,7 +18,6 @@ for i = 3, #ARGV do
     save(run, ordinal, sample)
   end
 end
-local reached = math.min(cursor + #ARGV - 2, tonumber(total))
 redis.call('HSET', key, 'cursor', int(reached))
 check_finished(run)
 return reached

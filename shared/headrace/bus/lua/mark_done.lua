@@ -1,7 +1,6 @@
 -- Manifest lines exist. ARGV: run, then ordinal, status, tokens, bytes, reason for each line.
--- Returns how many were new, or -1 when there is no such run.
+-- Returns how many were new.
 local run, new = ARGV[1], 0
-if redis.call('EXISTS', run_key(run)) == 0 then return -1 end
 for i = 2, #ARGV, 5 do
   if finish(run, ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]) then new = new + 1 end
 end

@@ -15,7 +15,7 @@ for _, request in ipairs(redis.call('ZRANGEBYSCORE', site_part(site, 'storing'),
   local run, ordinal = run_of(request), ordinal_of(request)
   local sample = mask and load(run, ordinal)
   if sample and sample.state == 'captured' and sample.captured == request then
-    sample.job = sample.job + 1
+    sample.job = redis.call('HINCRBY', request_key(request), 'k', 1)
     save(run, ordinal, sample)
     redis.call('ZADD', site_part(site, 'storing'), int(time + ARGV[3]), request)
     local engine, weights = unpack(redis.call('HMGET', run_key(run), 'engine', 'weight_version'))

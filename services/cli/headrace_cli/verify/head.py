@@ -1,0 +1,93 @@
+"""A model's head without the model: the final norm and lm_head, read straight from a checkpoint's files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from headrace.dumps import PRE_NORM
+from headrace.errors import UsageError
+from headrace.runs import RunSpec
+
+# Tokens and rows of the head that are multiplied at once: logits of 32 MiB.
+_TOKENS, _VOCABULARY = 1024, 8192
+_NORM = re.compile(r"(^|.*\.)(model|language_model)\.norm\.weight")
+_HEAD = re.compile(r"(^|.*\.)lm_head\.weight")
+_EMBEDDING = re.compile(r"(^|.*\.)embed_tokens\.weight")
+# Their norms multiply by 1 + weight.
+_ONE_PLUS = ("gemma", "recurrent_gemma", "vaultgemma", "qwen3_next", "qwen3_5")
+
+
+class Head:
+    """Ranks tokens from final states: lm_head(RMSNorm(x)) for states before the norm, lm_head(x) for those after."""
+
+    def __init__(self, folder: Path, spec: RunSpec) -> None:
+        """Read the head of a checkpoint.
+
+        Raises:
+            UsageError: it is not there, of another width than the run's, or behind a norm that is not RMSNorm.
+        """
+        try:
+            config = json.loads((folder / "config.json").read_bytes())
+            config = config.get("text_config", config)
+            self.tied = False
+            head = _find(folder, _HEAD)
+            if head is None:
+                head, self.tied = _find(folder, _EMBEDDING), True
+            norm = _find(folder, _NORM) if spec.final_state == PRE_NORM else None
+        except (OSError, ValueError, AttributeError, SafetensorError) as error:
+            raise _unusable(folder, f"{type(error).__name__}: {error}") from error
+        if head is None or head.shape[1:] != (spec.hidden_size,):
+            raise _unusable(folder, f"no lm_head of width {spec.hidden_size} in its safetensors files")
+        self._head = head
+        self._norm: tuple[Tensor, float] | None = None
+        if spec.final_state == PRE_NORM:
+            self._norm = _rms_norm(folder, config, norm, spec)
+
+    @torch.inference_mode()
+    def first(self, final: Tensor) -> Tensor:
+        """The token that ranks first from each of the states [N, D] in float32: int64 [N]."""
+        return torch.cat([self._first(final[start : start + _TOKENS]) for start in range(0, len(final), _TOKENS)])
+
+    def _first(self, final: Tensor) -> Tensor:
+        if self._norm is not None:
+            weight, eps = self._norm
+            final = final * torch.rsqrt(final.square().mean(-1, keepdim=True) + eps) * weight
+        best = torch.full((len(final),), -torch.inf)
+        token = torch.zeros(len(final), dtype=torch.int64)
+        for start in range(0, len(self._head), _VOCABULARY):
+            logits = final @ self._head[start : start + _VOCABULARY].float().T
+            value, index = logits.max(dim=-1)
+            better = value > best
+            best = torch.where(better, value, best)
+            token = torch.where(better, index + start, token)
+        return token
+
+
+def _find(folder: Path, name: re.Pattern[str]) -> Tensor | None:
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - no mapping
+                if name.fullmatch(key):
+                    tensor: Tensor = file.get_tensor(key)
+                    return tensor
+    return None
+
+
+def _rms_norm(folder: Path, config: dict[str, Any], weight: Tensor | None, spec: RunSpec) -> tuple[Tensor, float]:
+    eps = config.get("rms_norm_eps")
+    if weight is None or weight.shape != (spec.hidden_size,) or not isinstance(eps, float):
+        raise _unusable(folder, "no final RMSNorm weight and rms_norm_eps as Llama and Qwen models have them")
+    if str(config.get("model_type")).startswith(_ONE_PLUS):
+        return 1 + weight.float(), eps
+    return weight.float(), eps
+
+
+def _unusable(folder: Path, problem: str) -> UsageError:
+    return UsageError(f"{folder}: the head cannot be read: {problem}; give another --model, or --no-semantic")

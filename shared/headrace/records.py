@@ -1,0 +1,33 @@
+"""Frozen values from JSON objects, names and types checked by hand: the capture core carries no pydantic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from headrace.errors import Unreadable
+
+_T = TypeVar("_T")
+_KINDS = {"str": str, "int": int}
+_WHOLE_NUMBERS = "tuple[int, ...]"
+
+
+def build(kind: type[_T], table: Mapping[str, Any]) -> _T:
+    """Make a dataclass of `str`, `int` and `tuple[int, ...]` fields from a JSON object that has exactly these names.
+
+    Raises:
+        Unreadable: a name is missing or unknown, or a value is of another type.
+    """
+    types = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
+    if set(table) != set(types):
+        raise Unreadable(f"{str(sorted(set(table) ^ set(types)))[:200]} missing or unknown")
+    return kind(**{name: _checked(name, types[name], value) for name, value in table.items()})
+
+
+def _checked(name: str, annotation: str, value: Any) -> Any:
+    if annotation == _WHOLE_NUMBERS and isinstance(value, list) and all(type(entry) is int for entry in value):
+        return tuple(value)
+    if type(value) is not _KINDS.get(annotation):
+        raise Unreadable(f"{name} is {str(value)[:40]!r}, not a {annotation}")
+    return value

@@ -1,0 +1,396 @@
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from importlib.resources import files
+
+import pytest
+
+from headrace.bus import Bus, keys
+from headrace.ids import RequestId
+from headrace.runs import Identity
+from tests.support.bus_values import (
+    BOOT,
+    IDENTITY,
+    RUN,
+    SITE,
+    capture,
+    claim,
+    make_attempt,
+    make_line,
+    make_site,
+    start_run,
+)
+
+pytestmark = pytest.mark.redis
+
+
+def lapse(bus: Bus, key: str, name: str) -> None:
+    assert bus.redis.zadd(key, {name: 1}, xx=True, ch=True) == 1
+
+
+def state_of(bus: Bus, ordinal: int) -> list[str]:
+    value = bus.redis.hget(keys.opened(RUN), ordinal)
+    return value.decode().split("|") if value else []
+
+
+def test_a_sample_goes_through_its_life(bus: Bus) -> None:
+    start_run(bus, total=1, fed=1)
+    (request,) = claim(bus, make_attempt(0))
+    assert bus.requests.renew(RUN, [str(request)]) == []
+    bus.requests.answered(RUN, str(request))
+    assert capture(bus, request) == 1
+    assert bus.sites.load(make_site()).requests == 0
+    assert bus.requests.hold(SITE, [str(request)], [str(request)]) == []
+    assert bus.requests.begin_store(request, 1, SITE) == "go"
+    assert bus.requests.stored(request, SITE, 77) == "stored"
+    view = bus.runs.get(RUN)
+    assert view is not None
+    assert (view.state, view.stored, view.tokens, view.bytes, view.open) == ("finished", 1, 3, 77, 0)
+    assert view.identity == IDENTITY
+
+
+def test_leases_are_as_long_as_they_say(bus: Bus) -> None:
+    start_run(bus)
+    one, two = claim(bus, make_attempt(0), make_attempt(1))
+    seconds, micro = bus.redis.time()
+    now = seconds + micro / 1e6
+
+    def ends(key: str, request: RequestId) -> float:
+        till = bus.redis.zscore(key, str(request))
+        assert till is not None
+        return till / 1000 - now
+
+    leases = bus.requests.leases
+    assert leases.in_flight - 2 < ends(keys.in_flight(RUN), one) <= leases.in_flight
+    bus.requests.answered(RUN, str(one))
+    assert ends(keys.in_flight(RUN), one) <= leases.grace + 2
+    capture(bus, two)
+    assert leases.captured - 2 < ends(keys.captured(SITE), two) < leases.captured + 2
+    assert leases.storing - 2 < ends(keys.storing(SITE), two) < leases.storing + 2
+
+
+def test_a_claim_keeps_within_each_cap_of_the_site(bus: Bus) -> None:
+    start_run(bus, sites=[make_site(max_requests=2, max_tokens=100, dump_cap_bytes=10_000)])
+    attempts = [make_attempt(ordinal) for ordinal in range(3)]
+    assert bus.requests.claim(RUN, SITE, BOOT, attempts) == ["claimed", "claimed", "full"]
+
+    bus.sites.register(make_site("siteb", max_requests=9, max_tokens=5), ttl=60)
+    attempts = [make_attempt(ordinal, "bbbbbbbb") for ordinal in (2, 3)]
+    assert bus.requests.claim(RUN, "siteb", BOOT, attempts) == ["claimed", "full"]
+
+    bus.sites.register(make_site("sitec", dump_bytes=650), ttl=60)
+    attempts = [make_attempt(ordinal, "cccccccc") for ordinal in (3, 4)]
+    assert bus.requests.claim(RUN, "sitec", BOOT, attempts) == ["claimed", "full"]
+
+
+def test_a_small_attempt_is_claimed_past_one_that_does_not_fit(bus: Bus) -> None:
+    start_run(bus)
+    attempts = [make_attempt(0, tokens=20), make_attempt(1, tokens=2)]
+    assert bus.requests.claim(RUN, SITE, BOOT, attempts) == ["full", "claimed"]
+    assert bus.runs.pending(RUN, 10) == [0, 2, 3, 4]
+
+
+def test_claims_of_many_dispatchers_never_pass_a_cap_or_give_a_sample_twice(bus: Bus) -> None:
+    start_run(bus, total=40, fed=40, sites=[make_site(max_requests=20, max_tokens=45, dump_cap_bytes=10_000)])
+
+    def dispatch(number: int) -> list[int]:
+        attempts = [make_attempt(ordinal, f"{number:08d}") for ordinal in range(40)]
+        answers = bus.requests.claim(RUN, SITE, BOOT, attempts)
+        return [a.ordinal for a, answer in zip(attempts, answers, strict=True) if answer == "claimed"]
+
+    with ThreadPoolExecutor(8) as pool:
+        claimed = [ordinal for part in pool.map(dispatch, range(8)) for ordinal in part]
+    assert len(claimed) == len(set(claimed)) == 15
+    assert bus.sites.load(make_site()).tokens == 45
+
+
+def test_a_claim_says_why_nothing_was_claimed(bus: Bus) -> None:
+    attempt = make_attempt(0)
+    assert bus.requests.claim(RUN, SITE, BOOT, [attempt]) == ["gone"]
+    start_run(bus)
+    assert bus.requests.claim(RUN, SITE, "boot2", [attempt]) == ["gone"]
+    assert bus.requests.claim(RUN, "nosite", BOOT, [attempt]) == ["gone"]
+    assert bus.requests.claim(RUN, SITE, BOOT, [make_attempt(99)]) == ["taken"]
+    bus.runs.pause(RUN, "why")
+    assert bus.requests.claim(RUN, SITE, BOOT, [attempt, attempt]) == ["paused", "paused"]
+    assert bus.requests.claim(RUN, SITE, BOOT, []) == []
+
+
+def test_a_claim_that_is_sent_again_after_its_attempt_ended_is_not_granted(bus: Bus) -> None:
+    """A time-out longer than the lease: the same id a second time would never end again."""
+    start_run(bus)
+    attempt = make_attempt(0)
+    (request,) = claim(bus, attempt)
+    assert bus.requests.end(request, burn=False, kind="error", reason="connection") == "pending"
+    assert bus.requests.claim(RUN, SITE, BOOT, [attempt]) == ["taken"]
+    assert state_of(bus, 0)[0] == "pending"
+    assert bus.requests.claim(RUN, SITE, BOOT, [make_attempt(0, "bbbbbbbb")]) == ["claimed"]
+
+
+def test_a_lapsed_attempt_is_ended_by_the_reaper_and_says_whether_the_engine_had_answered(bus: Bus) -> None:
+    start_run(bus)
+    silent, answered = claim(bus, make_attempt(0), make_attempt(1))
+    bus.requests.answered(RUN, str(answered))
+    for request in (silent, answered):
+        lapse(bus, keys.in_flight(RUN), str(request))
+    ended, _ = bus.requests.reap_run(RUN)
+    assert {(entry.request, entry.outcome, entry.reason) for entry in ended} == {
+        (str(silent), "pending", "lapsed"),
+        (str(answered), "pending", "no_dump"),
+    }
+    assert bus.requests.renew(RUN, [str(silent), str(answered)]) == [str(silent), str(answered)]
+    assert bus.sites.load(make_site()).requests == 0
+
+
+def test_the_last_attempt_fails_the_sample_until_its_line_is_written(bus: Bus) -> None:
+    start_run(bus, total=1, fed=1, max_attempts=2)
+    for nonce, outcome in (("aaaaaaaa", "pending"), ("bbbbbbbb", "failed")):
+        (request,) = claim(bus, make_attempt(0, nonce))
+        assert bus.requests.end(request, burn=True, kind="error", reason="timeout") == outcome
+    assert bus.runs.dead(RUN) == [(str(request), 2, "timeout"), (str(request).replace("b" * 8, "a" * 8), 1, "timeout")]
+    _, records = bus.requests.reap_run(RUN)
+    assert [(r.ordinal, r.status, r.reason, r.request) for r in records] == [(0, "failed", "timeout", str(request))]
+    assert bus.requests.reap_run(RUN) == ([], [])
+    lapse(bus, keys.recording(RUN), "0")
+    assert bus.requests.reap_run(RUN)[1] == records
+    assert bus.runs.mark_done(RUN, [make_line(0, "failed", "timeout")]) == 1
+    view = bus.runs.get(RUN)
+    assert view is not None
+    assert (view.state, view.failed, view.failed_by) == ("finished", 1, {"timeout": 1})
+
+
+def test_attempts_that_do_not_count_never_fail_a_sample(bus: Bus) -> None:
+    start_run(bus, max_attempts=1)
+    for number in range(5):
+        (request,) = claim(bus, make_attempt(0, f"{number:08d}"))
+        assert bus.requests.end(request, burn=False, kind="loss", reason="no_room") == "pending"
+    assert bus.runs.dead(RUN) == []
+
+
+def test_a_late_dump_of_an_earlier_attempt_wins_over_the_live_one(bus: Bus) -> None:
+    start_run(bus)
+    (early,) = claim(bus, make_attempt(0, "aaaaaaaa"))
+    bus.requests.end(early, burn=True, kind="error", reason="lapsed")
+    (live,) = claim(bus, make_attempt(0, "bbbbbbbb"))
+    capture(bus, early)
+    assert bus.sites.load(make_site()).requests == 1, "the engine still works on the live one"
+    outcome = bus.requests.capture(live, SITE, 300, IDENTITY)
+    assert outcome.outcome == "duplicate"
+    assert bus.sites.load(make_site()).requests == 0
+    assert bus.requests.end(live, burn=True, kind="error", reason="timeout") == "stale"
+    assert state_of(bus, 0)[:2] == ["captured", "2"]
+
+
+def test_a_late_dump_wins_from_pending_and_takes_the_sample_off_the_list(bus: Bus) -> None:
+    start_run(bus)
+    (early,) = claim(bus, make_attempt(0))
+    bus.requests.end(early, burn=True, kind="error", reason="lapsed")
+    capture(bus, early)
+    assert 0 not in bus.runs.pending(RUN, 10)
+
+
+def test_the_dump_of_a_failed_sample_is_closed_and_holds_no_credit(bus: Bus) -> None:
+    start_run(bus, max_attempts=2)
+    (one,) = claim(bus, make_attempt(0, "aaaaaaaa"))
+    bus.requests.end(one, burn=True, kind="error", reason="lapsed")
+    (two,) = claim(bus, make_attempt(0, "bbbbbbbb"))
+    capture(bus, one)
+    lapse(bus, keys.captured(SITE), str(one))
+    assert bus.requests.reap_site(SITE)[0] == [str(one)]
+    assert state_of(bus, 0)[0] == "failed"
+    assert bus.requests.capture(two, SITE, 300, IDENTITY).outcome == "closed"
+    assert bus.sites.load(make_site()).requests == 0
+
+
+def test_a_captured_dump_that_is_gone_burns_whatever_is_said(bus: Bus) -> None:
+    start_run(bus)
+    (request,) = claim(bus, make_attempt(0))
+    capture(bus, request)
+    assert bus.requests.end(request, burn=False, kind="error", reason="odd") == "pending"
+    assert state_of(bus, 0)[1] == "1"
+
+
+def test_k_never_comes_back_for_a_request(bus: Bus) -> None:
+    """RQ may still know an earlier job by its id, and would not queue it again."""
+    start_run(bus)
+    (request,) = claim(bus, make_attempt(0))
+    assert capture(bus, request) == 1
+    lapse(bus, keys.storing(SITE), str(request))
+    _, jobs = bus.requests.reap_site(SITE)
+    assert [(job.request, job.job, job.mask, job.sample) for job in jobs] == [(str(request), 2, (1, 2), "s0")]
+    assert bus.requests.begin_store(request, 1, SITE) == "stale"
+    assert bus.requests.begin_store(request, 2, SITE) == "go"
+    lapse(bus, keys.captured(SITE), str(request))
+    bus.requests.reap_site(SITE)
+    assert bus.requests.begin_store(request, 2, SITE) == "stale"
+    assert capture(bus, request) == 3
+    assert capture(bus, request) == 3
+
+
+def test_a_lapsed_captured_lease_wins_over_a_lapsed_storing_lease(bus: Bus) -> None:
+    start_run(bus)
+    (request,) = claim(bus, make_attempt(0))
+    capture(bus, request)
+    lapse(bus, keys.captured(SITE), str(request))
+    lapse(bus, keys.storing(SITE), str(request))
+    assert bus.requests.reap_site(SITE) == ([str(request)], [])
+    assert bus.requests.hold(SITE, [str(request)], []) == [str(request)]
+
+
+def test_the_first_row_sets_the_identity_and_another_is_told(bus: Bus) -> None:
+    start_run(bus)
+    one, two = claim(bus, make_attempt(0), make_attempt(1))
+    capture(bus, one)
+    other = Identity(engine="engine 2", weight_version="w1")
+    assert bus.requests.capture(two, SITE, 300, other).outcome == "identity"
+    assert bus.requests.end(two, burn=True, kind="mismatch", reason="engine_changed") == "pending"
+    assert bus.runs.identity(RUN) == IDENTITY
+
+
+def test_verdicts_count_each_dump_once(bus: Bus) -> None:
+    start_run(bus)
+    good, bad, late = claim(bus, *(make_attempt(ordinal) for ordinal in range(3)))
+    for _ in range(2):
+        capture(bus, good)
+        assert bus.requests.end(bad, burn=True, kind="mismatch", reason="token_content") == "pending"
+    # An attempt that had ended when its wrong dump came.
+    assert bus.requests.end(late, burn=True, kind="error", reason="lapsed") == "pending"
+    for _ in range(2):
+        assert bus.requests.end(late, burn=True, kind="mismatch", reason="shape") == "pending"
+    view = bus.runs.get(RUN)
+    assert view is not None
+    assert (view.verdicts, view.mismatches) == (3, 2)
+    assert view.reasons == {"lapsed": 1, "shape": 1, "token_content": 1}
+    # The writer found by checksum what the watcher could not see.
+    assert bus.requests.end(good, burn=True, kind="mismatch", reason="corrupt") == "pending"
+    view = bus.runs.get(RUN)
+    assert view is not None
+    assert (view.verdicts, view.mismatches, view.reasons["corrupt"]) == (3, 3, 1)
+
+
+def test_what_redis_does_not_know_is_unknown_and_leaves_no_key(bus: Bus) -> None:
+    request = RequestId.parse(make_attempt(0).request)
+    assert bus.requests.capture(request, SITE, 300, IDENTITY).outcome == "unknown_run"
+    assert bus.requests.stored(request, SITE, 7) == "unknown_run"
+    assert bus.requests.end(request, burn=True, kind="mismatch", reason="shape") == "unknown"
+    assert bus.requests.begin_store(request, 1, SITE) == "stale"
+    assert bus.requests.reap_run(RUN) == ([], [])
+    assert bus.requests.reap_site(SITE) == ([], [])
+    assert bus.runs.mark_done(RUN, [make_line(0)]) == 0
+    assert not bus.requests.reject(RUN, 0, "r")
+    assert bus.redis.keys() == []
+    start_run(bus)
+    assert bus.requests.capture(request, SITE, 300, IDENTITY).outcome == "unknown_request"
+    assert bus.requests.end(request, burn=True, kind="mismatch", reason="shape") == "unknown"
+    assert bus.redis.keys("hr:req:*") == []
+
+
+@pytest.mark.parametrize("ordinal", [5, 4_000_000_000, 999_999_999_999])
+def test_an_ordinal_outside_the_run_is_unknown_and_grows_nothing(bus: Bus, ordinal: int) -> None:
+    start_run(bus)
+    request = RequestId.parse(make_attempt(ordinal).request)
+    assert bus.requests.capture(request, SITE, 300, IDENTITY).outcome == "unknown_request"
+    assert bus.requests.stored(request, SITE, 7) == "again"
+    assert bus.requests.begin_store(request, 1, SITE) == "stale"
+    assert bus.runs.mark_done(RUN, [make_line(ordinal), make_line(-1)]) == 0
+    assert bus.redis.strlen(keys.done(RUN)) == 0
+
+
+def test_a_row_of_a_sample_in_any_state_is_accepted_once(bus: Bus) -> None:
+    start_run(bus)
+    (live,) = claim(bus, make_attempt(0))
+    assert bus.requests.stored(live, SITE, 7) == "stored"
+    assert bus.requests.stored(live, SITE, 7) == "again"
+    assert bus.requests.capture(live, SITE, 300, IDENTITY).outcome == "done"
+    assert bus.requests.begin_store(live, 1, SITE) == "done"
+    assert bus.sites.load(make_site()).requests == 0
+    assert bus.requests.stored(RequestId.parse(make_attempt(1).request), SITE, 7) == "stored"
+    assert bus.runs.pending(RUN, 9) == [2, 3, 4]
+
+
+def test_a_line_for_a_captured_sample_takes_its_leases_along(bus: Bus) -> None:
+    """Else the watcher would hold a request that nothing ever ends."""
+    start_run(bus)
+    (request,) = claim(bus, make_attempt(0))
+    capture(bus, request)
+    assert bus.runs.mark_done(RUN, [make_line(0)]) == 1
+    assert bus.requests.hold(SITE, [str(request)], [str(request)]) == [str(request)]
+    assert bus.redis.exists(keys.captured(SITE), keys.storing(SITE), keys.request(str(request))) == 0
+
+
+def test_rejections_last_and_are_recorded(bus: Bus) -> None:
+    start_run(bus)
+    assert bus.requests.reject(RUN, 1, "exceeds_engine")
+    assert bus.requests.reject(RUN, 1, "exceeds_engine")
+    (request,) = claim(bus, make_attempt(0))
+    assert not bus.requests.reject(RUN, 0, "exceeds_engine")
+    _, records = bus.requests.reap_run(RUN)
+    assert [(r.ordinal, r.status, r.reason, r.request) for r in records] == [(1, "rejected", "exceeds_engine", "")]
+    capture(bus, request)
+
+
+def test_the_measured_bytes_of_a_site_grow_with_a_capture_until_the_next_heartbeat(bus: Bus) -> None:
+    start_run(bus)
+    (request,) = claim(bus, make_attempt(0))
+    capture(bus, request)
+    site = bus.sites.get(SITE)
+    assert site is not None
+    assert site.dump_bytes == 300
+    assert bus.sites.load(site).promised_bytes == 0
+
+
+def test_a_thousand_leases_are_renewed_in_one_call(bus: Bus) -> None:
+    start_run(bus, total=1000, fed=1000, sites=[make_site(max_requests=2000, max_tokens=9999, dump_cap_bytes=1 << 30)])
+    attempts = [make_attempt(ordinal) for ordinal in range(1000)]
+    assert set(bus.requests.claim(RUN, SITE, BOOT, attempts)) == {"claimed"}
+    names = [attempt.request for attempt in attempts]
+    assert bus.requests.renew(RUN, names) == []
+    bus.redis.delete(keys.in_flight(RUN))
+    assert bus.requests.renew(RUN, names) == names
+    assert bus.requests.renew(RUN, []) == []
+
+
+def test_the_reaper_takes_many_lapsed_attempts_in_several_passes(bus: Bus) -> None:
+    start_run(bus, total=450, fed=450, sites=[make_site(max_requests=500, max_tokens=9999, dump_cap_bytes=1 << 30)])
+    attempts = [make_attempt(ordinal) for ordinal in range(450)]
+    bus.requests.claim(RUN, SITE, BOOT, attempts)
+    bus.redis.zadd(keys.in_flight(RUN), {attempt.request: 1 for attempt in attempts})
+    found = [len(bus.requests.reap_run(RUN)[0]) for _ in range(4)]
+    assert found == [200, 200, 50, 0]
+    assert sorted(bus.runs.pending(RUN, 1000)) == list(range(450))
+
+
+def test_scripts_survive_a_server_that_lost_them(bus: Bus) -> None:
+    start_run(bus)
+    for step in (
+        lambda: claim(bus, make_attempt(0)),
+        lambda: bus.requests.renew(RUN, ["x"]),
+        lambda: bus.requests.reap_run(RUN),
+    ):
+        bus.redis.script_flush()
+        step()
+    assert bus.sites.load(make_site()).requests == 1
+
+
+# Every command that the scripts use, all of them in Redis 6.2 in the forms used: https://redis.io/docs/latest/commands/
+OF_REDIS_6_2 = {
+    *("DEL", "EXISTS", "PEXPIRE", "TIME"),
+    *("GETBIT", "SETBIT"),
+    *("HDEL", "HEXISTS", "HGET", "HGETALL", "HINCRBY", "HLEN", "HMGET", "HSET", "HSETNX"),
+    *("LREM", "RPUSH"),
+    *("SADD", "SMEMBERS", "SREM"),
+    *("XADD",),
+    *("ZADD", "ZCARD", "ZRANGEBYSCORE", "ZREM", "ZSCORE"),
+}
+
+
+def test_the_scripts_use_commands_of_redis_6_2_only() -> None:
+    for script in (files("headrace.bus") / "lua").iterdir():
+        text = script.read_text()
+        used = set(re.findall(r"redis\.p?call\('([A-Z]+)'", text))
+        assert used <= OF_REDIS_6_2, (script.name, used - OF_REDIS_6_2)
+        assert len(re.findall(r"redis\.p?call\(", text)) == len(re.findall(r"redis\.p?call\('[A-Z]+'", text))
+        assert not re.search(r"PEXPIRE'[^)]*'(NX|XX|GT|LT)'", text), "options of Redis 7"
+        assert "#!lua" not in text, "a shebang is of Redis 7"
+        assert not re.search(r"redis\.(setresp|acl_check_cmd|REDIS_VERSION)", text)

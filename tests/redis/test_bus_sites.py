@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from headrace.bus import Bus, keys
+from headrace.flow import Load
+from tests.support.bus_values import RUN, SITE, capture, claim, make_attempt, make_site, make_spec, start_run
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.redis
+
+
+def test_a_site_comes_back_as_it_was_registered(bus: Bus) -> None:
+    site = make_site(url="http://[::1]:30000", model="ü/m", boundaries=(1, 2, 3), dump_bytes=17)
+    bus.sites.register(site, ttl=60)
+    assert bus.sites.get(SITE) == site
+    assert bus.sites.names() == [SITE]
+    assert bus.sites.registered() == [site]
+    assert 0 < bus.redis.pttl(keys.site(SITE)) <= 60_000
+
+
+def test_a_registration_lapses_by_itself_and_stays_known_until_it_is_evicted(bus: Bus) -> None:
+    bus.sites.register(make_site(), ttl=0.05)
+    wait_until(lambda: bus.sites.get(SITE) is None, 5, "the registration to lapse")
+    assert bus.sites.names() == [SITE]
+    assert bus.sites.registered() == []
+    assert bus.sites.evict(SITE)
+    assert bus.sites.names() == []
+    assert not bus.sites.evict(SITE)
+
+
+def test_a_registration_is_replaced_whole(bus: Bus) -> None:
+    bus.sites.register(make_site(), ttl=60)
+    bus.redis.hset(keys.site(SITE), "stale", "1")
+    bus.sites.register(make_site(boot="boot2"), ttl=60)
+    assert bus.redis.hget(keys.site(SITE), "stale") is None
+
+
+def test_an_unregistered_site_takes_nothing_but_what_was_captured_there_is_stored(bus: Bus) -> None:
+    start_run(bus)
+    (request,) = claim(bus, make_attempt(0))
+    capture(bus, request)
+    bus.sites.unregister(SITE)
+    assert bus.requests.claim(RUN, SITE, "boot1", [make_attempt(1)]) == ["gone"]
+    assert not bus.sites.evict(SITE)
+    assert bus.requests.begin_store(request, 1, SITE) == "go"
+    assert bus.requests.stored(request, SITE, 7) == "stored"
+    assert bus.sites.evict(SITE)
+
+
+def test_a_site_with_a_request_in_flight_is_not_evicted(bus: Bus) -> None:
+    """Its watcher may be back in a moment, and the engine still works on the request."""
+    start_run(bus)
+    (request,) = claim(bus, make_attempt(0))
+    bus.sites.unregister(SITE)
+    assert not bus.sites.evict(SITE)
+    bus.sites.register(make_site(), ttl=60)
+    assert bus.sites.load(make_site()).requests == 1
+    bus.sites.unregister(SITE)
+    bus.requests.end(request, burn=False, kind="error", reason="connection")
+    assert bus.sites.evict(SITE)
+    assert bus.redis.keys("hr:site:*") == []
+
+
+def test_credits_that_nobody_renews_are_dropped(bus: Bus) -> None:
+    start_run(bus)
+    (request,) = claim(bus, make_attempt(0))
+    assert bus.sites.load(make_site(dump_bytes=5)) == Load(requests=1, tokens=3, promised_bytes=300, measured_bytes=5)
+    bus.redis.hset(keys.credits(SITE), str(request), "3 300 1")
+    bus.requests.reap_site(SITE)
+    assert bus.sites.load(make_site()).requests == 0
+    assert bus.requests.renew(RUN, [str(request)]) == []
+    assert bus.sites.load(make_site()).requests == 1, "its lease had not lapsed"
+
+
+def test_a_site_says_why_it_does_not_fit_a_run() -> None:
+    spec, site = make_spec(), make_site()
+    assert site.unfit_for(spec) == ""
+    for change in ({"model": "n"}, {"boundaries": (1, 2)}, {"final_state": "post_norm"}, {"hidden_size": 9}):
+        problem = replace(site, **change).unfit_for(spec)
+        assert next(iter(change)).replace("_", " ") in problem
+        assert "the run needs" in problem
+    assert site.caps.dump_bytes == 1000
+    assert site.bytes_per_token == 4 * 8 * 2 + 8
+
+
+def test_what_a_site_stores_is_counted(bus: Bus) -> None:
+    start_run(bus)
+    (request,) = claim(bus, make_attempt(0))
+    assert bus.sites.storing(SITE) == (0, 0)
+    capture(bus, request)
+    assert bus.sites.storing(SITE) == (1, 0)

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.errors import Unreadable
+from headrace.runs import RunSpec
+
+SPEC = RunSpec(
+    run="run1",
+    dataset="d" * 16,
+    total=100,
+    model="/models/m",
+    engine_model="m",
+    boundaries=(2, 4, 6),
+    final_state="pre_norm",
+    hidden_size=64,
+    format="headrace",
+    output="/data/out",
+    max_attempts=3,
+)
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+numbers = st.integers(0, 1 << 40)
+specs = st.builds(
+    RunSpec,
+    run=texts,
+    dataset=texts,
+    total=numbers,
+    model=texts,
+    engine_model=texts,
+    boundaries=st.lists(numbers, max_size=4).map(tuple),
+    final_state=texts,
+    hidden_size=numbers,
+    format=texts,
+    output=texts,
+    max_attempts=numbers,
+    schema=st.just(1),
+)
+
+
+@given(spec=specs)
+def test_a_spec_round_trips_and_keeps_its_digest(spec: RunSpec) -> None:
+    again = RunSpec.decode(spec.encode())
+    assert again == spec
+    assert again.digest == spec.digest
+    assert spec.differences(again) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("run", "run2"),
+        ("dataset", "e" * 16),
+        ("total", 101),
+        ("model", "/models/n"),
+        ("engine_model", "n"),
+        ("boundaries", (2, 4, 7)),
+        ("final_state", "post_norm"),
+        ("hidden_size", 65),
+        ("format", "speculators"),
+    ],
+)
+def test_what_makes_the_extraction_changes_the_digest_and_is_named(name: str, value: Any) -> None:
+    other = replace(SPEC, **{name: value})
+    assert other.digest != SPEC.digest
+    assert [line.split(":")[0] for line in SPEC.differences(other)] == [name]
+
+
+def test_the_place_and_the_attempts_do_not_make_another_extraction() -> None:
+    assert replace(SPEC, output="/elsewhere", max_attempts=9).digest == SPEC.digest
+
+
+def test_a_newer_schema_says_to_upgrade() -> None:
+    with pytest.raises(Unreadable, match="upgrade"):
+        RunSpec.decode(json.dumps({**asdict(SPEC), "schema": 2}).encode())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"colour": "red"},
+        {"total": "100"},
+        {"total": 1.0},
+        {"total": True},
+        {"run": 1},
+        {"boundaries": ["2"]},
+        {"boundaries": "246"},
+        {"boundaries": None},
+        {"schema": "1"},
+        {"schema": None},
+        {"output": None},
+    ],
+)
+def test_an_unknown_name_or_a_wrong_type_is_unreadable(changes: dict[str, Any]) -> None:
+    with pytest.raises(Unreadable, match="run spec"):
+        RunSpec.decode(json.dumps({**asdict(SPEC), **changes}).encode())
+
+
+@pytest.mark.parametrize("name", sorted(asdict(SPEC)))
+def test_a_missing_name_is_unreadable(name: str) -> None:
+    table = asdict(SPEC)
+    del table[name]
+    with pytest.raises(Unreadable, match=name):
+        RunSpec.decode(json.dumps(table).encode())
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"7", b"null", b'"x"', b"\xff", b"[" * 100_000])
+def test_what_is_no_spec_is_unreadable(data: bytes) -> None:
+    with pytest.raises(Unreadable):
+        RunSpec.decode(data)
