@@ -150,7 +150,7 @@ def test_a_bus_lives_through_a_restart_with_what_was_written(tmp_path: Path) -> 
         start_run(bus)
         (request,) = claim(bus, make_attempt(0))
         first = bus.server_run_id()
-        server.kill()
+        server.stop()
         with pytest.raises(Unavailable):
             bus.ping()
         server.start()

@@ -87,15 +87,6 @@ def test_what_the_manifest_holds_is_not_fed(bus: Bus) -> None:
     assert (view.failed_by, view.rejected_by) == ({"timeout": 1}, {"too_long": 1})
 
 
-def test_a_rewound_run_passes_over_what_is_open_or_done(bus: Bus) -> None:
-    start_run(bus)
-    claim(bus, make_attempt(0))
-    bus.runs.mark_done(RUN, [make_line(1)])
-    bus.runs.rewind(RUN)
-    assert bus.runs.feed(RUN, 0, [""] * 5) == 5
-    assert bus.runs.pending(RUN, 9) == [2, 3, 4]
-
-
 def test_many_lines_are_marked_in_batches(bus: Bus) -> None:
     start_run(bus, total=1300, fed=0)
     lines: list[Line] = [make_line(ordinal) for ordinal in range(1300)]
@@ -164,7 +155,6 @@ def test_what_a_run_waits_for_is_said_only_of_a_run(bus: Bus) -> None:
 
 def test_half_a_run_is_no_run(bus: Bus) -> None:
     """Redis was emptied while the run was rebuilt."""
-    bus.runs.rewind(RUN)
     bus.runs.set_identity(RUN, IDENTITY)
     assert bus.runs.get(RUN) is None
     assert bus.runs.create(make_spec()) == "created"
