@@ -323,5 +323,5 @@ class BusModel:
         return True
 
     def _check_finished(self) -> None:
-        if self.cursor >= self.total and self.state != "cancelled" and not self.samples:
+        if len(self.done) >= self.total and self.state != "cancelled":
             self.state = "finished"

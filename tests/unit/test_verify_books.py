@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.errors import UsageError
+from headrace.errors import Unavailable, UsageError
 from headrace_cli.verify import Kind, Problem, Report, verify
 from tests.support.datasets import (
     FAILED,
@@ -356,3 +356,18 @@ def test_what_is_no_dataset_is_refused(tmp_path: Path, make: Damage) -> None:
     make(tmp_path / "empty")
     with pytest.raises(UsageError, match="empty"):
         check(tmp_path / "empty")
+
+
+def test_a_format_that_is_not_known_is_refused(model: Path, states: States, tmp_path: Path) -> None:
+    folder = build(tmp_path, model, states, Recipe(leave_out=frozenset(range(TOTAL))))
+    path = folder / "inputs" / "run.json"
+    path.write_text(path.read_text().replace('"format":"headrace"', '"format":"headrase"'))
+    with pytest.raises(UsageError, match="did you mean 'headrace'"):
+        check(folder)
+
+
+def test_a_manifest_that_cannot_be_read_is_unavailable(dataset: Path) -> None:
+    # A folder in a segment's place: permissions stop no test that runs as root.
+    (dataset / "manifest" / "zzz.jsonl").mkdir()
+    with pytest.raises(Unavailable, match=r"zzz\.jsonl"):
+        check(dataset)

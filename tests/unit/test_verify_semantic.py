@@ -161,7 +161,7 @@ def test_the_head_ranks_as_the_model_does(tmp_path: Path, final_state: str, dtyp
     model = tiny_llama(tmp_path / "model", dtype=dtype)
     if tied:
         tie(model, 1.0)
-    states = compute_states(model, (50, 1500))
+    states = compute_states(model, (50, 1100))
     head = Head(model, make_spec(tmp_path, model, Recipe(final_state=final_state)))
     assert head.tied == tied
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

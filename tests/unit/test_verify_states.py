@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -263,6 +266,46 @@ def test_a_damaged_checkpoint_is_refused_when_named_and_noted_otherwise(
     report = check(folder, sample=2, all_rows=False)
     assert report.recomputed is None
     assert report.notes[0].startswith("states not recomputed: ")
+
+
+def test_a_checkpoint_larger_than_the_memory_is_not_loaded_unless_named(
+    make: Callable[..., Path], model: Path, tmp_path: Path
+) -> None:
+    large = Path(shutil.copytree(model, tmp_path / "large"))
+    with (large / "zzz.safetensors").open("wb") as file:
+        file.truncate(8 << 40)
+    folder = make()
+    for path in (folder / "headrace.json", folder / "inputs" / "run.json"):
+        path.write_text(path.read_text().replace(str(model), str(large)))
+    report = check(folder, sample=2, all_rows=False)
+    assert report.recomputed is None
+    assert "does not fit this machine in float32" in report.notes[0]
+
+
+_WITHOUT_TORCH = """
+import sys
+from pathlib import Path
+
+sys.modules["torch"] = None  # as if it were not installed
+from headrace.errors import UsageError
+from headrace_cli.verify import verify
+
+options = dict(model=None, sample=2, semantic=True, tolerance=None, progress=None)
+report = verify(Path(sys.argv[1]), all_rows=False, **options)
+assert report.ok and report.rows == 8 and report.recomputed is None and report.ranks is None
+assert len(report.notes) == 2 and all("pip install 'headrace[all]'" in note for note in report.notes), report.notes
+try:
+    verify(Path(sys.argv[1]), all_rows=True, **options)
+except UsageError as error:
+    assert "pip install 'headrace[all]'" in str(error)
+else:
+    raise AssertionError("every row was asked for and none recomputed")
+"""
+
+
+def test_without_torch_all_but_the_states_is_verified_and_the_extra_is_named(make: Callable[..., Path]) -> None:
+    done = subprocess.run([sys.executable, "-c", _WITHOUT_TORCH, make()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 RIGHT = Deviation(

@@ -132,7 +132,7 @@ def verify(
     sample: Annotated[int, typer.Option(min=0, help="Rows to recompute; 0 for none.")] = 8,
     all_rows: Annotated[bool, typer.Option("--all", help="Recompute every row.")] = False,
     semantic: Annotated[bool, typer.Option(help="Check next-token ranks with the model's head.")] = True,
-    tolerance: Annotated[float | None, typer.Option(help="Relative Frobenius norm; default by dtype.")] = None,
+    tolerance: Annotated[float | None, typer.Option(help="Median relative error of a token; default by dtype.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Check a dataset without trusting the pipeline: books, checksums, shapes, and recomputed states."""
@@ -155,7 +155,9 @@ def verify(
     else:
         console.out.print(render(report))
     if not report.ok:
-        raise VerificationFailed(f"{folder}: {len(report.problems)} problems; see above")
+        raise VerificationFailed(f"{folder}: {sum(report.counts.values())} problems; see above")
+    if not report.complete:
+        raise RunIncomplete(f"{folder}: {report.open} samples are open; submit the run again")
 
 
 @app.command()

@@ -62,7 +62,7 @@ def run_demo(folder: Path, *, fresh: bool, limit: int | None) -> None:
     console.out.print(f"time: {clock}")
     console.out.print(console.books(view))
     if not report.ok:
-        raise VerificationFailed(f"{output}: {len(report.problems)} problems; see above")
+        raise VerificationFailed(f"{output}: {sum(report.counts.values())} problems; see above")
     _say_next(folder, output)
 
 

@@ -90,20 +90,23 @@ class Books:
         if spec is None:
             raise UsageError(f"{folder} holds no {DATASET_FILE} and no {INPUTS_FOLDER} that can be read: no dataset")
         if dataset and inputs and dataset.spec.digest != inputs.spec.digest:
-            differences = "; ".join(dataset.spec.differences(inputs.spec))
-            findings.add(
-                Kind.DATASET, DATASET_FILE, f"another extraction than the one in {INPUTS_FOLDER}: {differences}"
-            )
+            detail = "; ".join(dataset.spec.differences(inputs.spec))
+            findings.add(Kind.DATASET, DATASET_FILE, f"another extraction than that of {INPUTS_FOLDER}: {detail}")
             if inputs.spec.total != dataset.spec.total:
                 inputs.close()
                 inputs = None
-        books = cls(folder, spec, dataset.identity if dataset else None, inputs, findings)
-        # Rows first: a writer at work makes the row before its line.
-        books._find_rows()
-        books._read_manifest()
-        books._judge_lines()
-        if dataset is None and not findings.counts[Kind.DATASET]:
-            books._judge_absent_dataset()
+        try:
+            books = cls(folder, spec, dataset.identity if dataset else None, inputs, findings)
+            # Rows first: a writer at work makes the row before its line.
+            books._find_rows()
+            books._read_manifest()
+            books._judge_lines()
+            if dataset is None and not findings.counts[Kind.DATASET]:
+                books._judge_absent_dataset()
+        except BaseException:
+            if inputs is not None:
+                inputs.close()
+            raise
         return books
 
     def close(self) -> None:

@@ -19,30 +19,39 @@ from headrace_cli.verify.report import Ranks
 from headrace_writer.formats.base import as_float32
 
 # Measured with SmolLM2-135M on 60 conversations of 29 to 400 tokens: the next token ranks first in 0.44 of the
-# places, in the worst row 0.23; a token of another row in 0.01 to 0.04, at most 0.15.
+# places, in the worst row 0.23; a token of another row, where it differs, in 0.006.
 _TRAINED = 0.1  # a median below this says that the model cannot predict at all
 _CONTRAST = 3.0  # and it must be so many times that of other rows' tokens
-_FLOOR = 0.5  # a right row's own rate, as a part of the median, is above this: measured 0.52
+_FLOOR = 0.5  # a right row's own rate, as a part of the median, is above this: measured 0.53
 _UNLIKELY = 1e-4  # a row is wrong when so few hits would be rarer than this at the floor
 # Several thousand comparisons are made in a dataset.
 _SIGNIFICANT = 1e-6
 _NEIGHBOURS = 32
 
+_ITSELF = "the token itself: shifted by one to later places"
+_NEXT_BUT_ONE = "the token after the next: shifted by one to earlier places"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Explanation:
+    """Tokens other than the right ones that the ranks fit clearly better: `won` hits for them, `lost` for the right."""
+
+    kind: Kind
+    text: str
+    won: int
+    lost: int
+
 
 @dataclass(slots=True, kw_only=True)
 class _Row:
-    """Counts of one row: places, hits of its own next tokens, and those that another explanation wins or loses.
-
-    An explanation (another row's tokens, or the row's own shifted) is compared only where it names another token
-    than the right one: `won` hits for it, `lost` hits for the right one.
-    """
+    """Counts of one row: places, hits of its own next tokens, and hits of other rows' tokens where they differ."""
 
     ordinal: int
     places: int
     hits: int
     control_hits: int = 0
     control_places: int = 0
-    explanations: dict[str, tuple[int, int]] = field(default_factory=dict)
+    explanations: list[_Explanation] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +113,12 @@ class NextTokens:
         due = token_ids[1:]
         row = _Row(ordinal=ordinal, places=len(due), hits=int((first[:-1] == due).sum()))
         mine = _Recent(row=row, token_ids=token_ids, first=first)
-        _explain(mine, "the token itself: shifted by one to later places", token_ids[:-1])
-        _explain(mine, "the token after the next: shifted by one to earlier places", token_ids[2:])
+        _explain(mine, Kind.SHIFTED, _ITSELF, token_ids[:-1])
+        _explain(mine, Kind.SHIFTED, _NEXT_BUT_ONE, token_ids[2:])
         for other in self._recent:
             for one, two in ((mine, other), (other, mine)):
-                won, compared = _explain(one, f"the tokens of ordinal {two.row.ordinal}", two.token_ids[1:])
+                text = f"the tokens of ordinal {two.row.ordinal}"
+                won, compared = _explain(one, Kind.NEXT_TOKEN, text, two.token_ids[1:])
                 one.row.control_hits += won
                 one.row.control_places += compared
         self._rows.append(row)
@@ -117,12 +127,10 @@ class NextTokens:
     def _problem(self, row: _Row, usual: float, conclusive: bool) -> tuple[Kind, str, str] | None:
         path = str(self._books.form.path(row.ordinal))
         own = f"{row.hits} of {row.places} next tokens rank first"
-        for text, (won, lost) in row.explanations.items():
+        for better in row.explanations:
             # Without training a tied head ranks the token itself first: the residual stream begins with it.
-            if text.startswith("the token itself") and self._head.tied and not conclusive:
-                continue
-            kind = Kind.NEXT_TOKEN if text.startswith("the tokens of") else Kind.SHIFTED
-            return kind, path, f"{own}; {won} hits against {lost} for {text}"
+            if better.text != _ITSELF or conclusive or not self._head.tied:
+                return better.kind, path, f"{own}; {better.won} hits against {better.lost} for {better.text}"
         if conclusive and at_most(row.hits, row.places, _FLOOR * usual) < _UNLIKELY:
             return Kind.NEXT_TOKEN, path, f"{own}, in the other rows {usual:.2f} of them: states of another text"
         return None
@@ -131,8 +139,8 @@ class NextTokens:
 def at_most(hits: int, places: int, rate: float) -> float:
     """The probability of `hits` or fewer in `places` independent tries at `rate` (binomial), rate in (0, 1).
 
-    It keeps short rows from being judged by chance: at 0.22, no 12 places say anything at 1e-4, of 100 it takes 7
-    or fewer hits.
+    It keeps short rows from being judged by chance: against 0.22 at 1e-4, fewer than 38 places say nothing, and of
+    100 it takes 7 hits or fewer.
     """
     logs = (
         math.lgamma(places + 1)
@@ -145,13 +153,17 @@ def at_most(hits: int, places: int, rate: float) -> float:
     return min(1.0, math.fsum(math.exp(value) for value in logs))
 
 
-def _explain(recent: _Recent, text: str, tokens: Tensor) -> tuple[int, int]:
-    """Compare another explanation of the ranks with the right one, and keep it if it is clearly better (sign test)."""
+def _explain(recent: _Recent, kind: Kind, text: str, tokens: Tensor) -> tuple[int, int]:
+    """Compare other tokens with the right ones where they differ, and keep them if they fit clearly better (sign test).
+
+    Returns:
+        Their hits, and the places that were compared.
+    """
     due = recent.token_ids[1:]
     both = min(len(due), len(tokens))
     first, differs = recent.first[:both], due[:both] != tokens[:both]
     won = int(((first == tokens[:both]) & differs).sum())
     lost = int(((first == due[:both]) & differs).sum())
     if won > lost and at_most(lost, won + lost, 0.5) < _SIGNIFICANT:
-        recent.row.explanations[text] = (won, lost)
+        recent.row.explanations.append(_Explanation(kind=kind, text=text, won=won, lost=lost))
     return won, int(differs.sum())
