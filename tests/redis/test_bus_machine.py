@@ -17,7 +17,7 @@ from headrace.ids import RequestId
 from headrace.lifecycle import State
 from headrace.runs import Identity
 from tests.support.bus_model import BusModel
-from tests.support.bus_values import BOOT, IDENTITY, RUN, make_attempt, make_line, make_site, make_spec
+from tests.support.bus_values import BOOT, IDENTITY, LONG, RUN, make_attempt, make_line, make_site, make_spec
 
 pytestmark = pytest.mark.redis
 
@@ -298,7 +298,7 @@ class BusMachine(RuleBasedStateMachine):
             assert self.bus.requests.stored(request, site, 11) == "again"
 
     def _register(self, site: Site) -> None:
-        self.bus.sites.register(site, ttl=60)
+        self.bus.sites.register(site, ttl=3600)
         self.model.register(site)
 
     def _lapse(self, kind: str, name: str) -> None:
@@ -435,5 +435,5 @@ def test_random_lives_agree_with_the_model_and_leave_nothing_behind(bus: Bus) ->
     class Machine(BusMachine):
         pass
 
-    Machine.bus = bus
+    Machine.bus = Bus(bus.redis, leases=LONG)
     run_state_machine_as_test(Machine, settings=settings(max_examples=60, stateful_step_count=50))

@@ -7,13 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.bus import Bus
-from headrace.bus.values import Attempt, Site
+from headrace.bus.values import Attempt, Leases, Site
 from headrace.ids import RequestId
 from headrace.manifest import Line
 from headrace.runs import Identity, RunSpec
 
 RUN, SITE, BOOT = "run1", "sitea", "boot1"
 IDENTITY = Identity(engine="engine 1", weight_version="w1")
+# Longer than any test takes on any machine: leases lapse when a test says so.
+LONG = Leases(in_flight=3600, grace=1800, captured=3600, storing=3600, record=3600)
 
 
 def make_spec(**changes: Any) -> RunSpec:
@@ -92,7 +94,7 @@ def start_run(bus: Bus, *, fed: int = 5, sites: Sequence[Site] = (), **changes: 
     spec = make_spec(**changes)
     assert bus.runs.create(spec) == "created"
     for site in sites or [make_site()]:
-        bus.sites.register(site, ttl=60)
+        bus.sites.register(site, ttl=3600)
     assert bus.runs.activate(spec.run) == "active"
     if fed:
         assert bus.runs.feed(spec.run, 0, [""] * fed) == min(fed, spec.total)
