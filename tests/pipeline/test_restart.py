@@ -1,16 +1,20 @@
-"""Each of the five processes is killed once in the middle of a run; the outcome is the same."""
+"""Each of the five processes is killed in the middle of a run, and Redis set back; the outcome is the same."""
 
 from __future__ import annotations
 
+import shutil
+import time
 from pathlib import Path
 
 import pytest
 
 from headrace_cli.stack import SERVICES
+from tests.support.oracle import assert_rows_are_the_models
 from tests.support.pipeline import (
     READY_SECONDS,
     assert_nothing_left,
     assert_right,
+    lines_of,
     make_stack,
     running,
     submit,
@@ -23,12 +27,14 @@ from tests.support.pipeline import (
 pytestmark = pytest.mark.pipeline
 
 SAMPLES = 200
+BOUNDARIES = (2, 4, 5)
 
 
 def test_kill_9_of_every_process_costs_no_sample_and_stores_no_wrong_row(tmp_path: Path, tiny: Path) -> None:
     data = write_samples(tmp_path / "data.jsonl", SAMPLES, seed=3)
     run_file = write_run_file(tmp_path, data, tiny)
     stack = make_stack(tmp_path / "stack", tiny)
+    output = tmp_path / "dataset"
     with running(stack) as bus:
         submit(bus, run_file)
         stored = 0
@@ -43,4 +49,28 @@ def test_kill_9_of_every_process_costs_no_sample_and_stores_no_wrong_row(tmp_pat
         for name in SERVICES:
             stack.wait_ready(name, READY_SECONDS)
         assert_nothing_left(stack, bus, "test")
-    assert_right(view, tmp_path / "dataset", tiny)
+    assert_right(view, output, tiny)
+    assert_rows_are_the_models(output, data, tiny, BOUNDARIES)
+
+
+def test_redis_set_back_by_a_second_is_behind_the_manifest_and_catches_up(tmp_path: Path, tiny: Path) -> None:
+    data = write_samples(tmp_path / "data.jsonl", 80, seed=4)
+    run_file = write_run_file(tmp_path, data, tiny)
+    stack = make_stack(tmp_path / "stack", tiny)
+    output = tmp_path / "dataset"
+    log = stack.folder / "redis" / "appendonlydir"
+    with running(stack) as bus:
+        submit(bus, run_file)
+        earlier = wait_stored(bus, "test", 10)
+        time.sleep(1.1)  # what the server appended is in its file after a second at most
+        shutil.copytree(log, tmp_path / "earlier")
+        wait_stored(bus, "test", earlier.stored + 15)
+        stack.kill("redis")
+        shutil.rmtree(log)
+        (tmp_path / "earlier").rename(log)
+        stack.start("redis")
+        stack.wait_ready("redis", READY_SECONDS)
+        view = wait_finished(bus, "test")
+        assert_nothing_left(stack, bus, "test")
+    assert_right(view, output, tiny)
+    assert len({line.ordinal for line in lines_of(output)}) == len(lines_of(output)) == 80
