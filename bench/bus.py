@@ -125,6 +125,7 @@ def _spec(run: str, total: int) -> RunSpec:
         dataset="bench",
         total=total,
         model="bench",
+        model_digest="cccccccccccccccc",
         engine_model="bench",
         boundaries=BOUNDARIES,
         final_state="pre_norm",

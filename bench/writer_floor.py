@@ -46,6 +46,7 @@ def measure(dumps: Path, output: Path, count: int) -> None:
         dataset="bench",
         total=count + 1,
         model="bench",
+        model_digest="cccccccccccccccc",
         engine_model=MODEL,
         boundaries=BOUNDARIES,
         final_state="pre_norm",

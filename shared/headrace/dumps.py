@@ -112,12 +112,6 @@ class EngineCard:
     norm_file: str
     schema: int = SCHEMA
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of dump per token: `(k + 1) * D` states and one int64 id."""
-        item = 4 if self.dtype == "F32" else 2
-        return (len(self.boundaries) + 1) * self.hidden_size * item + 8
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:

@@ -21,6 +21,10 @@ class Unavailable(HeadraceError):
     exit_code = 3
 
 
+class RedisAway(Unavailable):
+    """Redis cannot be used now, which is no run's fault; the same call may succeed later."""
+
+
 class Conflict(HeadraceError):
     """The place belongs to another run, spec or process; choose another place or the first one's run file."""
 

@@ -128,8 +128,3 @@ class Sample:
     def record(self) -> Sample:
         """The line of a failed or rejected sample exists."""
         return replace(self, state=next_state(self.state, Event.RECORD))
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the sample's line exists."""
-        return self.state is State.DONE

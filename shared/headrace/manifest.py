@@ -13,7 +13,7 @@ import orjson
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from headrace.errors import Unreadable
-from headrace.records import build
+from headrace.records import build, check_schema
 from headrace.runs import Identity, RunSpec
 
 SCHEMA = 1
@@ -63,8 +63,8 @@ def decode_line(data: bytes) -> Line:
     """Decode one line; raises Unreadable for another form or a newer schema."""
     try:
         table = orjson.loads(data)
-        if isinstance(table, dict) and isinstance(table.get("schema"), int) and table["schema"] > SCHEMA:
-            raise Unreadable(f"manifest line of schema {table['schema']} is newer than {SCHEMA}; upgrade headrace")
+        if isinstance(table, dict) and isinstance(table.get("schema"), int):
+            check_schema(table["schema"], SCHEMA, "manifest line of")
         return _LINE.validate_json(data)
     except (orjson.JSONDecodeError, ValidationError) as error:
         raise Unreadable(f"manifest line {data[:80]!r}: {error}") from error
@@ -97,8 +97,7 @@ def read_dataset(folder: Path) -> Dataset | None:
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"{path} is not JSON: {error}") from error
     try:
-        if table["schema"] > SCHEMA:
-            raise Unreadable(f"schema {table['schema']} is newer than {SCHEMA}; upgrade headrace")
+        check_schema(table["schema"], SCHEMA)
         return Dataset(
             spec=RunSpec.decode(json.dumps(table["spec"]).encode()), identity=build(Identity, table["identity"])
         )
@@ -129,18 +128,26 @@ class ManifestReader:
     def read_new(self, mentioning: bytes = b"") -> Iterator[Line | Damage]:
         """Yield every line that was completed since the last call, damaged ones as `Damage`.
 
-        Lines without the bytes `mentioning` are passed over undecoded: the quick way to one sample's lines.
+        Lines without the bytes `mentioning` are passed over undecoded: the quick way to one sample's lines. A segment
+        that vanishes, or a link to nothing, is passed over as well. Raises OSError for one that cannot be read.
         """
-        if not self._folder.is_dir():
+        try:
+            paths = sorted(self._folder.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
             return
-        for path in sorted(self._folder.glob(f"*{SEGMENT_SUFFIX}")):
-            yield from self._read_segment(path, mentioning)
+        for path in paths:
+            if path.suffix == SEGMENT_SUFFIX:
+                yield from self._read_segment(path, mentioning)
 
     def _read_segment(self, path: Path, mentioning: bytes) -> Iterator[Line | Damage]:
         offset, number = self._position.get(path.name, (0, 0))
-        if path.stat().st_size <= offset:
+        try:
+            if path.stat().st_size <= offset:
+                return
+            file = path.open("rb")
+        except FileNotFoundError:
             return
-        with path.open("rb") as file:
+        with file:
             file.seek(offset)
             for data in file:
                 if not data.endswith(b"\n"):

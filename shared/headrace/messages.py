@@ -42,7 +42,11 @@ class StoreJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One sample that gets a manifest line and no row."""
+    """One sample that gets a manifest line and no row.
+
+    `mask`, the loss mask as run lengths, is there for a failed sample whose `request` is known: with both, a row that
+    lies in its place can be proven to be its own.
+    """
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid", revalidate_instances="always")
 
@@ -52,6 +56,7 @@ class Record:
     reason: str
     request: str
     tokens: int
+    mask: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +99,9 @@ def decode(data: bytes) -> Job:
         if kind == "record":
             table["records"] = tuple(Record(**entry) for entry in table["records"])
         job: Job = _ADAPTERS[kind].validate_python((StoreJob if kind == "store" else RecordJob)(**table))
-        if isinstance(job, StoreJob):
-            job.id  # noqa: B018 - an id that does not parse is no job of ours
+        # An id that does not parse is no job of ours.
+        for request in [job.request] if isinstance(job, StoreJob) else [r.request for r in job.records if r.mask]:
+            RequestId.parse(request)
     except (ValueError, TypeError, KeyError, ValidationError, InvalidId, msgpack.exceptions.UnpackException) as error:
         raise Unreadable(f"storage job: {type(error).__name__}: {error}") from error
     return job

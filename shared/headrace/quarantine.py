@@ -21,13 +21,18 @@ log = logs.get(__name__)
 DUMP_NAME = "dump.safetensors"
 VERDICT_NAME = "verdict.json"
 _HEAD_BYTES = 1 << 20  # of a dump that is larger than the whole quarantine may be
+_LEAST_BYTES = 4096  # that an entry counts for, however small its dump: its folder and its verdict take room too
 _TEMPORARY = ".new-"
 _STALE_SECONDS = 3600  # after which a temporary folder is that of a process that died
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """`{folder}/{request}/` holds a refused dump and why; at most `most_bytes` of dumps. Several processes share it."""
+    """`{folder}/{request}/` holds a refused dump and why. Several processes share it.
+
+    At most `most_bytes` of dumps are kept, each counted as 4 KiB at least, and the latest one in any case; 0 keeps
+    nothing.
+    """
 
     folder: Path
     most_bytes: int
@@ -35,8 +40,8 @@ class Quarantine:
     def take(self, path: Path, request: RequestId, refusal: Refusal, site: str) -> None:
         """Move a dump here, with its verdict, and remove it from the dump folder.
 
-        A quarantine without room or permission keeps nothing: the dump is removed all the same, and the verdict is
-        in the log, since a refused dump must not fill the folder that the engine writes to.
+        A quarantine of 0 bytes, without room or without permission keeps nothing: the dump is removed all the same,
+        and the verdict is in the log, since a refused dump must not fill the folder that the engine writes to.
         """
         verdict = {
             "request": str(request),
@@ -46,7 +51,8 @@ class Quarantine:
             "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         try:
-            self._keep(path, str(request), verdict)
+            if self.most_bytes:
+                self._keep(path, str(request), verdict)
         except (OSError, Unreadable) as error:
             log.warning("refused dump not kept", quarantine=str(self.folder), error=str(error), **verdict)
         path.unlink(missing_ok=True)
@@ -77,11 +83,11 @@ class Quarantine:
                 kept.append(entry)
             elif time.time() - _age(entry) > _STALE_SECONDS:
                 shutil.rmtree(entry, ignore_errors=True)
-        used = sum(_size(entry / DUMP_NAME) for entry in kept)
+        used = sum(_cost(entry) for entry in kept) + max(size, _LEAST_BYTES)
         for entry in kept:
-            if used + size <= self.most_bytes:
+            if used <= self.most_bytes:
                 return
-            used -= _size(entry / DUMP_NAME)
+            used -= _cost(entry)
             shutil.rmtree(entry, ignore_errors=True)
 
 
@@ -101,8 +107,8 @@ def _age(path: Path) -> float:
         return 0.0
 
 
-def _size(path: Path) -> int:
+def _cost(entry: Path) -> int:
     try:
-        return path.stat().st_size
+        return max((entry / DUMP_NAME).stat().st_size, _LEAST_BYTES)
     except FileNotFoundError:
-        return 0
+        return _LEAST_BYTES if entry.exists() else 0  # another process may have removed it meanwhile

@@ -13,6 +13,12 @@ _KINDS = {"str": str, "int": int}
 _WHOLE_NUMBERS = "tuple[int, ...]"
 
 
+def check_schema(found: int, known: int, what: str = "") -> None:
+    """Raise Unreadable for a schema that is newer than the known one; `what` names the thing."""
+    if found > known:
+        raise Unreadable(f"{what} schema {found} is newer than {known}; upgrade headrace".lstrip())
+
+
 def build(kind: type[_T], table: Mapping[str, Any]) -> _T:
     """Make a dataclass of `str`, `int` and `tuple[int, ...]` fields from a JSON object that has exactly these names.
 

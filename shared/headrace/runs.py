@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headrace.errors import Unreadable
-from headrace.records import build
+from headrace.records import build, check_schema
 
 SCHEMA = 1
 
@@ -17,7 +17,7 @@ _IDENTITY = (
     "run",
     "dataset",
     "total",
-    "model",
+    "model_digest",
     "engine_model",
     "boundaries",
     "final_state",
@@ -31,15 +31,16 @@ class RunSpec:
     """One extraction, resolved: nothing here is a default or relative any more.
 
     `dataset` is the digest of input bytes, tokenizer, template, mask rule and selection; `total` counts its
-    samples, rejected ones too. `model` is the checkpoint folder that rendered them; `engine_model` is the name
-    that the engine gives its model. `boundaries` are ascending; `final_state` is `pre_norm` or `post_norm`;
-    `hidden_size` is D. `output` is the dataset's absolute folder.
+    samples, rejected ones too. `model` is the checkpoint folder that rendered them, which may move; `model_digest` is
+    of what lies in it; `engine_model` is the name that the engine gives its model. `boundaries` are ascending;
+    `final_state` is `pre_norm` or `post_norm`; `hidden_size` is D. `output` is the dataset's absolute folder.
     """
 
     run: str
     dataset: str
     total: int
     model: str
+    model_digest: str
     engine_model: str
     boundaries: tuple[int, ...]
     final_state: str
@@ -51,7 +52,7 @@ class RunSpec:
 
     @property
     def digest(self) -> str:
-        """16 hex digits over what makes the extraction; output folder and attempts are not part of it."""
+        """16 hex digits over what makes the extraction; folders and attempts are not part of it: they may change."""
         table = asdict(self)
         identity = json.dumps([table[name] for name in _IDENTITY], separators=(",", ":"))
         return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
@@ -70,8 +71,7 @@ class RunSpec:
         """Decode; raises Unreadable for another form or a newer schema."""
         try:
             table: dict[str, Any] = json.loads(data)
-            if table["schema"] > SCHEMA:
-                raise Unreadable(f"schema {table['schema']} is newer than {SCHEMA}; upgrade headrace")
+            check_schema(table["schema"], SCHEMA)
             return build(cls, table)
         except Unreadable as error:
             raise Unreadable(f"run spec: {error}") from error

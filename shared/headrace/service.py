@@ -16,6 +16,8 @@ from headrace import logs
 from headrace.errors import HeadraceError
 from headrace.settings import Settings, load_settings
 
+_REQUEST_SECONDS = 10  # for a client that connects and sends nothing: each holds a thread
+
 
 class Health:
     """What `/readyz` says: ready when no part has a reason against it. `/healthz` says the process lives."""
@@ -98,6 +100,8 @@ def serving(host: str, port: int, health: Health) -> Iterator[None]:
 
 def _handler(health: Health) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
+        timeout = _REQUEST_SECONDS
+
         def do_GET(self) -> None:
             match self.path.partition("?")[0]:
                 case "/metrics":

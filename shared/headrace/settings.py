@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,9 +11,19 @@ from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from headrace.errors import UsageError
+from headrace.hints import nearest
 
 PREFIX = "HEADRACE_"
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
+
+# What is renewed, and by what: a lease or a registration must outlast two renewals that did not come.
+_OUTLASTS = (
+    ("site_ttl_seconds", "heartbeat_seconds"),
+    ("lease_captured_seconds", "heartbeat_seconds"),
+    ("lease_storing_seconds", "heartbeat_seconds"),
+    ("lease_grace_seconds", "rescan_seconds"),
+)
+_RENEWALS = 3
 
 
 class Settings(BaseSettings):
@@ -44,7 +53,7 @@ class Settings(BaseSettings):
     quarantine_dir: Path = Path("/var/tmp/headrace-quarantine")
     quarantine_bytes: int = Field(default=1 << 30, ge=0, description="oldest refused dumps go first")
 
-    window: int = Field(default=1000, ge=1, description="samples of a run that are pending at once")
+    window: int = Field(default=1000, ge=1, description="samples of a run that are fed and not done")
     reap_seconds: float = Field(default=1.0, gt=0)
     drain_seconds: float = Field(default=20.0, ge=0, description="for requests in flight, after SIGTERM")
 
@@ -90,12 +99,13 @@ def load_settings(**overrides: Any) -> Settings:
     """Read the settings of this process.
 
     Raises:
-        UsageError: a value is wrong or a name is unknown; the message names it and the nearest known one.
+        UsageError: a value is wrong, two do not go together, or a name is unknown; the message names it, and the
+            nearest known one.
     """
     _check_config_file()
     _check_variables(os.environ)
     try:
-        return Settings(**{name: value for name, value in overrides.items() if value is not None})
+        settings = Settings(**{name: value for name, value in overrides.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
@@ -104,6 +114,19 @@ def load_settings(**overrides: Any) -> Settings:
         raise UsageError(f"setting {name} ({PREFIX}{name.upper()}): {first['msg']}") from error
     except (ValueError, OSError) as error:  # a TOML file that does not parse, or cannot be read
         raise UsageError(f"{CONFIG_VARIABLE}={os.environ.get(CONFIG_VARIABLE)}: {error}") from error
+    _check_together(settings)
+    return settings
+
+
+def _check_together(settings: Settings) -> None:
+    """Refuse leases that lapse between two of their renewals: every sample would end as lapsed."""
+    for lease, renewal in _OUTLASTS:
+        least = _RENEWALS * getattr(settings, renewal)
+        if getattr(settings, lease) < least:
+            raise UsageError(
+                f"{PREFIX}{lease.upper()} is {getattr(settings, lease):g}, less than {_RENEWALS} times "
+                f"{PREFIX}{renewal.upper()} ({getattr(settings, renewal):g}): set it to {least:g} or more"
+            )
 
 
 def _check_config_file() -> None:
@@ -122,5 +145,5 @@ def _check_variables(environ: Mapping[str, str]) -> None:
 
 
 def _nearest(name: str) -> str:
-    close = difflib.get_close_matches(name.removesuffix("_file"), Settings.model_fields, n=1)
-    return f"; did you mean {PREFIX}{close[0].upper()}?" if close else ""
+    near = nearest(name.removesuffix("_file"), Settings.model_fields)
+    return f"; did you mean {PREFIX}{near.upper()}?" if near else ""

@@ -44,11 +44,6 @@ def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> dict[str, Ten
     return placed
 
 
-def data_size(tensors: Mapping[str, TensorInfo]) -> int:
-    """Bytes of the data section."""
-    return max((info.end for info in tensors.values()), default=0)
-
-
 def encode_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str], width: int | None = None) -> bytes:
     """Encode a header, its 8 length bytes included, padded with spaces to `width` bytes.
 

@@ -6,61 +6,27 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from headrace.bus import Bus
 from headrace.bus.values import Site
+from tests.support.bus_values import make_site
+from tests.support.commands import assert_one_line, headrace
+from tests.support.filesystems import read_only_mount
 from tests.support.pipeline import write_run_file, write_samples
 from tests.support.server import ValkeyServer, free_port
 
 pytestmark = pytest.mark.pipeline
 
 
-def headrace(*arguments: str | Path, script: str = "cli", **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a console script, as a user does."""
-    code = f"from headrace_{script}.main import run; run()"
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env={**clean, **environ},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-def assert_one_line(result: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
-    """Exit code, one line on stderr, the words in it, no traceback."""
-    assert result.returncode == code, result
-    last = result.stderr.strip().splitlines()
-    assert len(last) == 1, result.stderr
-    for word in words:
-        assert word in last[0], last[0]
-
-
 @pytest.fixture
 def site() -> Site:
     """A registration of an engine that serves the tiny model."""
-    return Site(
-        site="s1",
-        url="http://127.0.0.1:1",
-        boot="b",
-        incarnation="i",
-        model="tiny",
-        boundaries=(2, 4, 5),
-        final_state="pre_norm",
-        hidden_size=64,
-        dtype="F32",
-        fingerprint="f",
-        weight_version="w",
-        context_length=8192,
-        max_requests=4,
-        max_tokens=10_000,
-        dump_cap_bytes=1 << 30,
-        dump_bytes=0,
+    return make_site(
+        model="tiny", boundaries=(2, 4, 5), hidden_size=64, dtype="F32", max_tokens=10_000, dump_cap_bytes=1 << 30
     )
 
 
@@ -115,6 +81,21 @@ def test_samples_that_cannot_be_used_are_rejected_each_with_its_reason(
         assert word in result.stdout
 
 
+def test_a_run_without_one_usable_sample(tmp_path: Path, redis_url: str, bus: Bus, run_file: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": "x"}\n{"input_ids": [], "loss_mask": []}\n')
+    words = ("not one of 2 samples", "empty 1, unknown_form 1", "data.jsonl:1")
+    assert_one_line(submit(run_file, redis_url), 2, *words)
+    assert bus.runs.names() == []
+
+
+def test_a_checkpoints_own_code_is_said_to_be_never_run(
+    tmp_path: Path, redis_url: str, bus: Bus, run_file: Path, site: Site
+) -> None:
+    bus.sites.register(site, 60)
+    run_file.write_text(run_file.read_text() + "trust_remote_code = true\n")
+    assert_one_line(submit(run_file, redis_url), 0, str(run_file), "trust_remote_code", "ever run")
+
+
 def test_an_output_folder_of_another_run(tmp_path: Path, tiny: Path, redis_url: str, bus: Bus, site: Site) -> None:
     bus.sites.register(site, 60)
     first = write_run_file(tmp_path, write_samples(tmp_path / "a.jsonl", 3), tiny, name="first")
@@ -135,8 +116,6 @@ def test_an_output_folder_of_another_spec(tmp_path: Path, tiny: Path, redis_url:
 def test_no_redis(run_file: Path) -> None:
     url = f"redis://127.0.0.1:{free_port()}/0"
     assert_one_line(submit(run_file, url), 3, url, "HEADRACE_REDIS_URL")
-    for script in ("dispatcher", "writer"):
-        assert_one_line(headrace(script=script, HEADRACE_REDIS_URL=url), 3, url)
 
 
 def test_a_wrong_redis_password(tmp_path: Path, run_file: Path) -> None:
@@ -201,6 +180,34 @@ def test_a_dump_folder_that_cannot_be_used(tmp_path: Path, redis_url: str) -> No
     assert_one_line(headrace(script="watcher", HEADRACE_REDIS_URL=redis_url, HEADRACE_DUMP_DIR=place), 2, place)
 
 
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A folder that nobody may write to, not even root."""
+    place = tmp_path / "read-only"
+    place.mkdir()
+    with read_only_mount(place):
+        yield place
+
+
+def test_a_dump_folder_that_is_not_writable(read_only: Path, redis_url: str) -> None:
+    environ = {"HEADRACE_REDIS_URL": redis_url, "HEADRACE_DUMP_DIR": str(read_only)}
+    assert_one_line(headrace(script="watcher", **environ), 2, str(read_only))
+
+
+def test_an_output_folder_that_is_not_writable(
+    tmp_path: Path, tiny: Path, read_only: Path, redis_url: str, bus: Bus
+) -> None:
+    data = write_samples(tmp_path / "data.jsonl", 3)
+    run_file = write_run_file(tmp_path, data, tiny, output=str(read_only / "dataset"))
+    assert_one_line(submit(run_file, redis_url), 2, str(read_only / "dataset"), "cannot be written")
+    assert bus.runs.names() == []
+
+
+def test_settings_that_do_not_go_together() -> None:
+    words = ("HEADRACE_SITE_TTL_SECONDS", "HEADRACE_HEARTBEAT_SECONDS (60)", "180 or more")
+    assert_one_line(headrace(script="watcher", HEADRACE_HEARTBEAT_SECONDS="60"), 2, *words)
+
+
 def test_a_setting_that_is_unknown_or_wrong() -> None:
     assert_one_line(headrace("list", HEADRACE_REDIS_ULR="x"), 2, "HEADRACE_REDIS_ULR", "HEADRACE_REDIS_URL")
     assert_one_line(headrace("list", HEADRACE_WINDOW="many"), 2, "HEADRACE_WINDOW")
@@ -212,6 +219,4 @@ def test_a_run_that_is_unknown(redis_url: str, bus: Bus) -> None:
 
 
 def test_a_folder_that_holds_no_dataset(tmp_path: Path) -> None:
-    result = headrace("verify", tmp_path)
-    assert result.returncode in (2, 5)
-    assert str(tmp_path) in result.stderr
+    assert_one_line(headrace("verify", tmp_path), 2, str(tmp_path), "no dataset")

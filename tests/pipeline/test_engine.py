@@ -215,7 +215,7 @@ def test_sigterm_while_the_model_loads_ends_the_engine(tiny: Path, tmp_path: Pat
         (["--model", "/nowhere"], {}, "/nowhere holds no config.json"),
         ([], {"HEADRACE_ENGINE_PROT": "1"}, "HEADRACE_ENGINE_PROT"),
         ([], {"HEADRACE_DUMP_DIR": "relative"}, "absolute"),
-        (["--port", "0", "--boundaries", "5,3"], {}, "boundaries 5,3"),
+        (["--port", "0", "--boundaries", "5,3"], {}, "boundaries [5, 3]"),
         (["--port", "0", "--boundaries", "3,9"], {}, "0 to 8"),
         (["--port", "0", "--context-length", "9000"], {}, "8192"),
     ],

@@ -6,7 +6,17 @@ import pytest
 
 from headrace.bus import Bus, keys
 from headrace.flow import Load
-from tests.support.bus_values import RUN, SITE, capture, claim, make_attempt, make_site, make_spec, start_run
+from tests.support.bus_values import (
+    IDENTITY,
+    RUN,
+    SITE,
+    capture,
+    claim,
+    make_attempt,
+    make_site,
+    make_spec,
+    start_run,
+)
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.redis
@@ -77,11 +87,15 @@ def test_credits_that_nobody_renews_are_dropped(bus: Bus) -> None:
 
 def test_a_site_says_why_it_does_not_fit_a_run() -> None:
     spec, site = make_spec(), make_site()
-    assert site.unfit_for(spec) == ""
+    assert site.unfit_for(spec, None) == site.unfit_for(spec, IDENTITY) == ""
     for change in ({"model": "n"}, {"boundaries": (1, 2)}, {"final_state": "post_norm"}, {"hidden_size": 9}):
-        problem = replace(site, **change).unfit_for(spec)
+        problem = replace(site, **change).unfit_for(spec, IDENTITY)
         assert next(iter(change)).replace("_", " ") in problem
         assert "the run needs" in problem
+    for change, old in (({"fingerprint": "engine 2"}, "engine 1"), ({"weight_version": "w2"}, "w1")):
+        problem = replace(site, **change).unfit_for(spec, IDENTITY)
+        assert all(word in problem for word in (*change.values(), old, "bring the engine back", "start another run"))
+        assert replace(site, **change).unfit_for(spec, None) == ""
     assert site.caps.dump_bytes == 1000
     assert site.bytes_per_token == 4 * 8 * 2 + 8
 
@@ -92,3 +106,14 @@ def test_what_a_site_stores_is_counted(bus: Bus) -> None:
     assert bus.sites.storing(SITE) == (0, 0)
     capture(bus, request)
     assert bus.sites.storing(SITE) == (1, 0)
+
+
+def test_dispatchers_that_live_are_counted_and_dead_ones_are_not(bus: Bus) -> None:
+    assert bus.dispatchers.alive() == 0
+    for name in ("one", "two"):
+        bus.dispatchers.beat(name, ttl=3600)
+    bus.dispatchers.beat("dead", ttl=0.05)
+    wait_until(lambda: bus.dispatchers.alive() == 2, what="the dead one's sign of life to lapse")
+    assert 0 < bus.redis.pttl(keys.dispatcher("one")) <= 3_600_000
+    bus.dispatchers.leave("one")
+    assert bus.dispatchers.alive() == 1

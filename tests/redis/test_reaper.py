@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from headrace import metrics
 from headrace.bus import Bus, keys
 from headrace.bus.values import DESTINATION_FULL, Attempt
+from headrace.errors import RedisAway
+from headrace.manifest import INPUTS_FOLDER
 from headrace.messages import RecordJob, StoreJob, decode
 from headrace_dispatcher.catalog import Catalog
-from headrace_dispatcher.inputs import RejectedSample
-from headrace_dispatcher.inputs import Sample as InputSample
-from headrace_dispatcher.inputs_writer import InputsWriter
+from headrace_dispatcher.patience import Patience
 from headrace_dispatcher.reaper import Reaper
 from headrace_dispatcher.rebuild import rebuild
 from tests.redis.test_writer_handler import IDENTITY, SITE
+from tests.support.dispatching import view_of, write_inputs, write_lines
+from tests.support.server import ValkeyServer
 from tests.support.stores import RUN, Sample, make_sample, make_spec
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.redis
 
 TOTAL = 5
+EAGER = Patience(wait=0, silence=3600)
 
 
 @pytest.fixture
@@ -29,24 +35,34 @@ def samples() -> list[Sample]:
     return [make_sample(ordinal) for ordinal in range(TOTAL)]
 
 
+@contextmanager
+def reaping(
+    bus: Bus,
+    scratch: Path,
+    samples: list[Sample],
+    patience: Patience = EAGER,
+    paused: str = "",
+    rebuild_after: float = 3600,
+) -> Iterator[Reaper]:
+    """A reaper over a run of five samples, the last one rejected, all fed."""
+    output = scratch / "dataset"
+    if not (output / INPUTS_FOLDER).exists():
+        write_inputs(output, samples[:-1], rejected=1)
+    rebuild(bus, make_spec(output, total=TOTAL, max_attempts=2))
+    bus.sites.register(SITE, 3600)
+    bus.runs.feed(RUN, 0, [""] * (TOTAL - 1) + ["too_long"])
+    if paused:
+        bus.runs.pause(RUN, paused)
+    catalog = Catalog()
+    catalog.serve(view_of(bus))
+    yield Reaper(bus, catalog, patience, rebuild_after)
+    catalog.close()
+
+
 @pytest.fixture
 def reaper(bus: Bus, tmp_path: Path, samples: list[Sample]) -> Iterator[Reaper]:
-    """A reaper over a run of five samples, the last one rejected, all fed."""
-    spec = make_spec(tmp_path / "dataset", total=TOTAL, max_attempts=2)
-    with InputsWriter(tmp_path / "dataset") as writer:
-        for sample in samples[:-1]:
-            writer.add(InputSample(ordinal=sample.ordinal, sample=sample.name, ids=sample.token_ids, mask=sample.mask))
-        writer.add(RejectedSample(ordinal=TOTAL - 1, sample="bad", reason="too_long", detail="9000 tokens"))
-        writer.publish(spec)
-    rebuild(bus, spec)
-    bus.sites.register(SITE, 60)
-    bus.runs.feed(RUN, 0, [""] * (TOTAL - 1) + ["too_long"])
-    catalog = Catalog()
-    view = bus.runs.get(RUN)
-    assert view is not None
-    catalog.serve(view)
-    yield Reaper(bus, catalog)
-    catalog.close()
+    with reaping(bus, tmp_path, samples) as opened:
+        yield opened
 
 
 def claim(bus: Bus, sample: Sample, attempt: int = 0) -> None:
@@ -85,7 +101,9 @@ def test_a_lapsed_attempt_goes_back_and_the_last_one_fails_with_a_line_to_write(
         (0, samples[0].name, "failed", "lapsed"),
         (TOTAL - 1, "bad", "rejected", "too_long"),
     }
-    assert next(record.tokens for record in records if record.ordinal == 0) == len(samples[0].token_ids)
+    by_ordinal = {record.ordinal: record for record in records}
+    assert (by_ordinal[0].tokens, by_ordinal[0].mask) == (len(samples[0].token_ids), samples[0].mask)
+    assert by_ordinal[TOTAL - 1].mask == ()
 
 
 def test_an_answered_request_without_a_dump_says_so(bus: Bus, reaper: Reaper, samples: list[Sample]) -> None:
@@ -93,8 +111,7 @@ def test_an_answered_request_without_a_dump_says_so(bus: Bus, reaper: Reaper, sa
     bus.requests.answered(RUN, str(samples[0].request()))
     lapse(bus, keys.in_flight(RUN))
     reaper.pass_once()
-    view = bus.runs.get(RUN)
-    assert view is not None
+    view = view_of(bus)
     assert view.reasons == {"no_dump": 1}
     assert 0 in bus.runs.pending(RUN, 10)
 
@@ -138,48 +155,155 @@ def test_a_dead_site_is_evicted_with_its_queue(bus: Bus, reaper: Reaper, samples
 def test_a_run_paused_by_a_full_destination_goes_on_when_there_is_room(bus: Bus, reaper: Reaper) -> None:
     bus.runs.pause(RUN, DESTINATION_FULL)
     reaper.pass_once()
-    view = bus.runs.get(RUN)
-    assert view is not None
+    view = view_of(bus)
     assert view.state == "active"
 
 
 def test_a_run_paused_by_hand_stays_paused(bus: Bus, reaper: Reaper) -> None:
     bus.runs.pause(RUN, "by hand")
     reaper.pass_once()
-    view = bus.runs.get(RUN)
-    assert view is not None
+    view = view_of(bus)
     assert view.state == "paused"
 
 
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ValkeyServer]:
+    """A server of the test's own, which keeps what it holds over a restart."""
+    with ValkeyServer(tmp_path / "redis", aof=True) as opened:
+        yield opened
+
+
+@pytest.fixture
+def own_bus(server: ValkeyServer) -> Iterator[Bus]:
+    opened = Bus.open(server.url)
+    yield opened
+    opened.close()
+
+
+def restart_empty(server: ValkeyServer) -> None:
+    server.kill()
+    for path in sorted(server.folder.rglob("*appendonly*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    server.start()
+
+
 def test_a_run_that_a_new_server_does_not_know_is_rebuilt(
-    bus: Bus, reaper: Reaper, monkeypatch: pytest.MonkeyPatch
+    own_bus: Bus, server: ValkeyServer, tmp_path: Path, samples: list[Sample]
 ) -> None:
-    reaper.pass_once()
-    bus.redis.flushall()
-    monkeypatch.setattr(type(bus), "server_run_id", lambda self: "another life")
-    reaper.pass_once()
-    view = bus.runs.get(RUN)
-    assert view is not None
+    with reaping(own_bus, tmp_path, samples) as reaper:
+        reaper.pass_once()
+        restart_empty(server)
+        reaper.pass_once()
+    view = view_of(own_bus)
     assert (view.state, view.cursor, view.open) == ("active", 0, TOTAL)
 
 
-def test_a_cancelled_run_stays_cancelled_when_redis_restarts(
-    bus: Bus, reaper: Reaper, monkeypatch: pytest.MonkeyPatch
+def test_a_paused_run_stays_paused_on_a_new_server_that_does_not_know_it(
+    own_bus: Bus, server: ValkeyServer, tmp_path: Path, samples: list[Sample]
 ) -> None:
+    with reaping(own_bus, tmp_path, samples, paused="by hand") as reaper:
+        reaper.pass_once()
+        restart_empty(server)
+        reaper.pass_once()
+    view = view_of(own_bus)
+    assert (view.state, view.reason) == ("paused", "by hand")
+
+
+def test_a_cancelled_run_stays_cancelled_when_redis_restarts(
+    own_bus: Bus, server: ValkeyServer, tmp_path: Path, samples: list[Sample]
+) -> None:
+    with reaping(own_bus, tmp_path, samples) as reaper:
+        reaper.pass_once()
+        own_bus.runs.cancel(RUN)
+        server.restart()
+        reaper.pass_once()
+    assert view_of(own_bus).state == "cancelled"
+
+
+def test_no_attempt_lapses_until_everybody_could_renew_after_an_absence(
+    own_bus: Bus, server: ValkeyServer, tmp_path: Path, samples: list[Sample]
+) -> None:
+    with reaping(own_bus, tmp_path, samples, patience=Patience(wait=3600, silence=3600)) as reaper:
+        claim(own_bus, samples[0])
+        claim(own_bus, samples[1])
+        own_bus.requests.capture(samples[1].request(), "s1", 1000, IDENTITY)
+        server.stop()
+        with pytest.raises(RedisAway):
+            reaper.pass_once()
+        server.start()
+        for key in (keys.in_flight(RUN), keys.captured("s1"), keys.storing("s1")):
+            lapse(own_bus, key)
+        reaper.pass_once()
+    assert view_of(own_bus).reasons == {}
+    assert own_bus.sites.load(SITE).requests == 1
+    assert own_bus.redis.zcard(keys.captured("s1")) == 1
+    records = [record for job in jobs(own_bus) if isinstance(job, RecordJob) for record in job.records]
+    assert [record.ordinal for record in records] == [TOTAL - 1], "lines are written all the same"
+
+
+def test_attempts_lapse_again_after_the_longest_lease(bus: Bus, tmp_path: Path, samples: list[Sample]) -> None:
+    with reaping(bus, tmp_path, samples, patience=Patience(wait=0.5, silence=3600)) as reaper:
+        claim(bus, samples[0])
+        lapse(bus, keys.in_flight(RUN))
+        reaper.pass_once()
+        assert view_of(bus).reasons == {}
+
+        def lapsed() -> bool:
+            reaper.pass_once()
+            return view_of(bus).reasons == {"lapsed": 1}
+
+        wait_until(lapsed, what="the attempt to lapse")
+
+
+def test_a_served_run_whose_key_is_gone_is_rebuilt_and_counts_right(
+    bus: Bus, reaper: Reaper, samples: list[Sample], tmp_path: Path
+) -> None:
+    write_lines(tmp_path / "dataset", [0, 1])
+    rebuild(bus, view_of(bus).spec)
+    assert view_of(bus).stored == 2
+    bus.redis.delete(keys.run(RUN))
     reaper.pass_once()
+    view = view_of(bus)
+    assert (view.state, view.stored, view.open, view.cursor, view.pending) == ("active", 2, TOTAL - 2, 0, 0)
+    bus.redis.flushall()
+    reaper.pass_once()
+    assert (view_of(bus).state, view_of(bus).stored) == ("active", 2)
+
+
+def test_a_run_whose_rebuilder_died_is_rebuilt_after_a_while(bus: Bus, tmp_path: Path, samples: list[Sample]) -> None:
+    for rebuild_after, state in ((3600, "rebuilding"), (0, "active")):
+        with reaping(bus, tmp_path, samples, rebuild_after=rebuild_after) as reaper:
+            bus.runs.cancel(RUN)
+            bus.runs.create(view_of(bus).spec)
+            for _ in range(3):
+                reaper.pass_once()
+            assert view_of(bus).state == state
+
+
+def test_a_rebuild_whose_manifest_cannot_be_read_waits_and_says_so(bus: Bus, reaper: Reaper, tmp_path: Path) -> None:
+    (tmp_path / "dataset" / "manifest" / "a.jsonl").mkdir(parents=True)
+    bus.redis.delete(keys.run(RUN))
+    reaper.pass_once()
+    view = view_of(bus)
+    assert view.state == "rebuilding"
+    assert "a.jsonl" in view.waiting_for
+
+
+def test_the_gauge_of_a_run_that_ended_is_removed(bus: Bus, reaper: Reaper) -> None:
+    def shown() -> set[str]:
+        return {sample.labels["queue"] for metric in metrics.QUEUE_DEPTH.collect() for sample in metric.samples}
+
+    reaper.pass_once()
+    assert f"pending-{RUN}" in shown()
     bus.runs.cancel(RUN)
-    monkeypatch.setattr(type(bus), "server_run_id", lambda self: "another life")
     reaper.pass_once()
-    view = bus.runs.get(RUN)
-    assert view is not None
-    assert view.state == "cancelled"
+    assert f"pending-{RUN}" not in shown()
 
 
 def test_a_run_whose_samples_are_damaged_is_paused_and_says_so(bus: Bus, reaper: Reaper, tmp_path: Path) -> None:
     path = tmp_path / "dataset" / "inputs" / "samples.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"rejected"', b'"rejecte\\"'))
     reaper.pass_once()
-    view = bus.runs.get(RUN)
-    assert view is not None
+    view = view_of(bus)
     assert view.state == "paused"
     assert "inputs" in view.reason

@@ -109,7 +109,7 @@ def test_a_quarantine_without_room_keeps_the_verdict_in_the_log_only(desk: Desk)
 
 
 def test_the_quarantine_is_bounded_and_the_oldest_goes_first(desk: Desk) -> None:
-    samples = [make_sample(ordinal) for ordinal in range(4)]
+    samples = [make_sample(ordinal, tokens=100) for ordinal in range(4)]
     claim(desk.bus, desk.site, samples)
     size = desk.dump(samples[0]).stat().st_size
     (desk.folder.path / f"{samples[0].request()}.safetensors").unlink()

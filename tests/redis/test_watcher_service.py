@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from headrace.bus import Bus
 from headrace.bus.values import Leases, Site
 from headrace.dumps import ENGINE_FILE, SITE_FILE
 from headrace.ids import RequestId
+from tests.support.http import get
 from tests.support.server import ValkeyServer, free_port
 from tests.support.stores import RUN, make_sample, make_spec
 from tests.support.waiting import wait_until
@@ -47,14 +46,7 @@ def start_run(bus: Bus, out: Path, total: int = 8) -> None:
 
 
 def ready(port: int) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=5) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-    except urllib.error.URLError:
-        return 0, ""
+    return get(port, "/readyz")
 
 
 def test_an_engine_is_registered_after_its_canary_and_unregistered_at_the_end(

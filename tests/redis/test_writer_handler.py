@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.bus import Bus, keys
-from headrace.bus.values import DESTINATION_FULL, Attempt, Site
+from headrace.bus.values import DESTINATION_FULL, Attempt, RunView, Site
+from headrace.errors import Unavailable, Unreadable
 from headrace.messages import Record, RecordJob
 from headrace.runs import Identity
 from headrace.settings import load_settings
 from headrace_writer.destination import DestinationFull
 from headrace_writer.handler import Handler
+from headrace_writer.store import Store
 from tests.support.dumps import ENGINE, MODEL, WEIGHTS
+from tests.support.filesystems import fill, small_tmpfs
 from tests.support.stores import BOUNDARIES, HIDDEN, RUN, Sample, assert_stored, lines_of, make_sample, make_spec
 
 pytestmark = pytest.mark.redis
 
+MakeHandler = Callable[..., Handler]
 IDENTITY = Identity(engine=ENGINE, weight_version=WEIGHTS)
 SITE = Site(
     site="s1",
@@ -54,15 +60,26 @@ def output(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def handler(bus: Bus, tmp_path: Path, dumps: Path, output: Path) -> Iterator[Handler]:
-    """A writer over a run of ten samples that were fed."""
-    bus.runs.create(make_spec(output, total=10))
-    bus.runs.activate(RUN)
-    bus.sites.register(SITE, 60)
-    bus.runs.feed(RUN, 0, [""] * 10)
-    made = Handler(bus, "s1", dumps, "w1", load_settings(quarantine_dir=tmp_path / "quarantine"))
-    yield made
-    made.close()
+def make_handler(bus: Bus, tmp_path: Path, dumps: Path, output: Path) -> Iterator[MakeHandler]:
+    """Makes a writer over a run of ten samples that were fed."""
+    made: list[Handler] = []
+
+    def make(folder: Path = output, **changes: Any) -> Handler:
+        bus.runs.create(make_spec(folder, total=10, **changes))
+        bus.runs.activate(RUN)
+        bus.sites.register(SITE, 60)
+        bus.runs.feed(RUN, 0, [""] * 10)
+        made.append(Handler(bus, "s1", dumps, "w1", load_settings(quarantine_dir=tmp_path / "quarantine")))
+        return made[-1]
+
+    yield make
+    for handler in made:
+        handler.close()
+
+
+@pytest.fixture
+def handler(make_handler: MakeHandler) -> Handler:
+    return make_handler()
 
 
 def capture(bus: Bus, sample: Sample, attempt: int = 0) -> None:
@@ -80,10 +97,10 @@ def capture(bus: Bus, sample: Sample, attempt: int = 0) -> None:
     assert bus.requests.capture(request, "s1", 1000, IDENTITY).outcome == "captured"
 
 
-def stored(bus: Bus) -> int:
+def view_of(bus: Bus) -> RunView:
     view = bus.runs.get(RUN)
     assert view is not None
-    return view.stored
+    return view
 
 
 def test_a_job_stores_a_row_says_so_and_removes_the_dump(bus: Bus, handler: Handler, dumps: Path, output: Path) -> None:
@@ -93,9 +110,9 @@ def test_a_job_stores_a_row_says_so_and_removes_the_dump(bus: Bus, handler: Hand
     handler(sample.job())
     assert_stored(output, [sample])
     assert not path.exists()
-    assert stored(bus) == 1
+    assert view_of(bus).stored == 1
     handler(sample.job())
-    assert stored(bus) == 1
+    assert view_of(bus).stored == 1
     assert len(lines_of(output)) == 1
 
 
@@ -108,7 +125,7 @@ def test_a_job_whose_request_is_not_the_captured_one_does_nothing(
     handler(sample.job(attempt=1))
     handler(sample.job(job=2))
     assert path.exists()
-    assert stored(bus) == 0
+    assert view_of(bus).stored == 0
     assert not output.exists() or lines_of(output) == []
 
 
@@ -127,7 +144,7 @@ def test_a_line_without_stored_in_redis_is_found_and_the_dump_not_written_again(
     capture(bus, sample, attempt=1)
     second = sample.dump(dumps, attempt=1)
     handler(sample.job(attempt=1))
-    assert stored(bus) == 1
+    assert view_of(bus).stored == 1
     assert not second.exists()
     assert len(lines_of(output)) == 1
     assert_stored(output, [sample])
@@ -146,32 +163,130 @@ def test_a_corrupt_dump_is_quarantined_and_its_sample_pending_again(
     assert not path.exists()
     kept = tmp_path / "quarantine" / str(sample.request())
     assert {entry.name for entry in kept.iterdir()} == {"dump.safetensors", "verdict.json"}
-    view = bus.runs.get(RUN)
-    assert view is not None
+    view = view_of(bus)
     assert (view.stored, view.mismatches, view.reasons) == (0, 1, {"corrupt": 1})
     assert sample.ordinal in bus.runs.pending(RUN, 100)
 
 
 def test_a_full_destination_pauses_the_run_and_burns_nothing(
-    bus: Bus, handler: Handler, dumps: Path, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, tmp_path: Path, dumps: Path, make_handler: MakeHandler
+) -> None:
+    with small_tmpfs(tmp_path / "small", 256) as place:
+        handler = make_handler(place / "dataset")
+        first, second = make_sample(1), make_sample(2, tokens=600)  # 86 KB
+        capture(bus, first)
+        first.dump(dumps)
+        handler(first.job())
+        capture(bus, second)
+        path = second.dump(dumps)
+        filler = fill(place, leave=8192)
+        for _ in range(3):
+            with pytest.raises(DestinationFull):
+                handler(second.job())
+            view = view_of(bus)
+            assert (view.state, view.reason) == ("paused", DESTINATION_FULL)
+        assert path.exists()
+        assert view_of(bus).reasons == {}
+        filler.unlink()
+        handler(second.job())  # the storing lease brings the job again
+        assert view_of(bus).stored == 2
+        assert_stored(place / "dataset", [first, second])
+
+
+def test_a_destination_that_comes_and_goes_is_not_read_anew(
+    bus: Bus, dumps: Path, output: Path, handler: Handler
+) -> None:
+    first, second = make_sample(1), make_sample(2)
+    for sample in (first, second):
+        capture(bus, sample)
+        sample.dump(dumps)
+    handler(first.job())
+    (index,) = [index for _, index in handler._indexes.values()]
+    away = output.rename(output.with_name("away"))
+    output.write_text("not a folder")
+    for _ in range(3):
+        with pytest.raises(Unavailable):
+            handler(second.job())
+    output.unlink()
+    away.rename(output)
+    handler(second.job())
+    assert [kept for _, kept in handler._indexes.values()] == [index]
+    assert index.status(first.ordinal) == "stored"
+    assert view_of(bus).state == "active"
+    assert_stored(output, [first, second])
+
+
+def test_a_job_that_raises_again_and_again_ends_its_attempt(
+    bus: Bus, handler: Handler, dumps: Path, tmp_path: Path
 ) -> None:
     sample = make_sample()
     capture(bus, sample)
     path = sample.dump(dumps)
+    poison = sample.job(sample="\ud800")  # half a surrogate pair, which no line takes
+    for _ in range(9):
+        with pytest.raises(TypeError, match="surrogates"):
+            handler(poison)
+        assert path.exists()
+        assert view_of(bus).reasons == {}
+    handler(poison)
+    assert not path.exists()
+    verdict = json.loads((tmp_path / "quarantine" / str(sample.request()) / "verdict.json").read_text())
+    assert verdict["reason"] == "internal"
+    assert "TypeError" in verdict["detail"]
+    view = view_of(bus)
+    assert (view.stored, view.mismatches, view.reasons) == (0, 0, {"internal": 1})
+    assert sample.ordinal in bus.runs.pending(RUN, 100)
+    capture(bus, sample, attempt=1)
+    sample.dump(dumps, attempt=1)
+    handler(sample.job(attempt=1))
+    assert view_of(bus).stored == 1
 
-    def full(*_: object) -> None:
-        raise DestinationFull("no space left")
 
-    with monkeypatch.context() as patch:
-        patch.setattr("headrace_writer.store.Store.store", full)
-        with pytest.raises(DestinationFull):
+def test_jobs_of_a_run_that_its_folder_pauses_do_not_count(
+    bus: Bus, handler: Handler, dumps: Path, output: Path
+) -> None:
+    sample = make_sample()
+    capture(bus, sample)
+    path = sample.dump(dumps)
+    output.mkdir()
+    (output / "headrace.json").write_bytes(b"{")
+    for _ in range(25):
+        with pytest.raises(Unreadable):
             handler(sample.job())
-    view = bus.runs.get(RUN)
-    assert view is not None
-    assert (view.state, view.reason) == ("paused", DESTINATION_FULL)
     assert path.exists()
-    handler(sample.job())  # the storing lease brings the job again
-    assert stored(bus) == 1
+    assert (view_of(bus).state, view_of(bus).reasons) == ("paused", {})
+    (output / "headrace.json").unlink()
+    bus.runs.activate(RUN)
+    handler(sample.job())
+    assert view_of(bus).stored == 1
+
+
+def test_a_failed_sample_whose_row_is_there_counts_as_stored(bus: Bus, dumps: Path, make_handler: MakeHandler) -> None:
+    handler = make_handler(max_attempts=1)
+    first, sample = make_sample(1), make_sample()
+    for each in (first, sample):
+        capture(bus, each)
+    first.dump(dumps)
+    handler(first.job())
+    spec = bus.runs.spec(RUN)
+    assert spec is not None
+    killed = Store(Path(spec.output), spec, "killed")
+    assert killed._from_dump(sample.job(), sample.dump(dumps)) is not None
+    killed.close()
+    assert bus.requests.end(sample.request(), burn=True, kind="error", reason="dump_gone") == "failed"
+    record = Record(
+        ordinal=sample.ordinal,
+        sample=sample.name,
+        status="failed",
+        reason="dump_gone",
+        request=str(sample.request()),
+        tokens=len(sample.token_ids),
+        mask=sample.mask,
+    )
+    handler(RecordJob(run=RUN, records=(record,)))
+    view = view_of(bus)
+    assert (view.stored, view.failed, view.failed_by) == (2, 0, {})
+    assert_stored(Path(spec.output), [first, sample])
 
 
 def test_lines_of_rejected_samples_are_written_once(bus: Bus, handler: Handler, output: Path) -> None:
@@ -180,7 +295,6 @@ def test_lines_of_rejected_samples_are_written_once(bus: Bus, handler: Handler, 
     job = RecordJob(run=RUN, records=(record,))
     handler(job)
     handler(job)
-    view = bus.runs.get(RUN)
-    assert view is not None
+    view = view_of(bus)
     assert (view.rejected, view.rejected_by) == (1, {"exceeds_engine": 1})
     assert [(line.ordinal, line.status) for line in lines_of(output)] == [(3, "rejected")]

@@ -25,6 +25,7 @@ def make_spec(**changes: Any) -> RunSpec:
         dataset="d" * 16,
         total=5,
         model="/models/m",
+        model_digest="cccccccccccccccc",
         engine_model="m",
         boundaries=(2, 4, 6),
         final_state="pre_norm",

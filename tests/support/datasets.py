@@ -20,11 +20,13 @@ from headrace.manifest import Line, decode_line
 from headrace.masks import encode_mask
 from headrace.messages import Record, StoreJob
 from headrace.runs import RunSpec
+from headrace_dispatcher.checkpoint import checkpoint_digest
 from headrace_dispatcher.inputs import RejectedSample
 from headrace_dispatcher.inputs import Sample as InputSample
 from headrace_dispatcher.inputs_writer import InputsWriter
 from headrace_writer import formats
 from headrace_writer.store import Store, Stored
+from tests.support import bus_values
 from tests.support.dumps import ENGINE, MODEL, WEIGHTS, make_dump
 from tests.support.stores import AT
 
@@ -130,18 +132,16 @@ def make_spec(output: Path, model: Path, recipe: Recipe) -> RunSpec:
     """The spec of such a dataset."""
     table: dict[str, Any] = {
         "run": RUN,
-        "dataset": "d" * 32,
         "total": TOTAL,
         "model": str(model),
+        "model_digest": checkpoint_digest(model),
         "engine_model": MODEL,
         "boundaries": BOUNDARIES,
         "final_state": recipe.final_state,
         "hidden_size": HIDDEN,
-        "format": "headrace",
         "output": str(output),
-        "max_attempts": 3,
     }
-    return RunSpec(**{**table, **recipe.spec})
+    return bus_values.make_spec(**{**table, **recipe.spec})
 
 
 def _write_inputs(output: Path, spec: RunSpec, states: States, recipe: Recipe) -> None:

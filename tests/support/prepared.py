@@ -14,7 +14,7 @@ from headrace_dispatcher.prepare import Prepared, prepare
 from headrace_dispatcher.runfile import load_run_file
 from tests.support.checkpoints import small_checkpoint
 
-FORMATS = {"headrace", "specforge"}
+FORMATS = {"headrace": {"pre_norm", "post_norm"}, "specforge": {"pre_norm"}}
 
 
 def ready(*ids: int, name: str | None = None) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def prepare_run(path: Path, **selection: Any) -> Prepared:
 def closed(path: Path, **selection: Any) -> tuple[Prepared, list[Sample | RejectedSample]]:
     prepared = prepare_run(path, **selection)
     with prepared.inputs as inputs:
-        return prepared, list(inputs.iterate())
+        return prepared, [inputs[ordinal] for ordinal in range(len(inputs))]
 
 
 def fails(kind: type[HeadraceError], path: Path, **selection: Any) -> str:

@@ -16,6 +16,7 @@ from headrace.masks import decode_mask, encode_mask
 from headrace.messages import StoreJob
 from headrace.runs import RunSpec
 from headrace_writer import formats
+from tests.support import bus_values
 from tests.support.dumps import ENGINE, MODEL, WEIGHTS, make_dump
 
 RUN, BOUNDARIES, HIDDEN = "tale", (2, 4, 6), 16
@@ -24,20 +25,8 @@ AT = datetime(2026, 7, 23, 10, 15, tzinfo=UTC)
 
 def make_spec(output: Path, **changes: Any) -> RunSpec:
     """The spec of a run of 100 samples; `changes` replaces fields."""
-    spec = RunSpec(
-        run=RUN,
-        dataset="d" * 16,
-        total=100,
-        model="/models/tiny",
-        engine_model=MODEL,
-        boundaries=BOUNDARIES,
-        final_state="pre_norm",
-        hidden_size=HIDDEN,
-        format="headrace",
-        output=str(output),
-        max_attempts=3,
-    )
-    return replace(spec, **changes)
+    shape = {"boundaries": BOUNDARIES, "hidden_size": HIDDEN, "engine_model": MODEL}
+    return bus_values.make_spec(**{"run": RUN, "total": 100, "output": str(output), **shape, **changes})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,6 +113,7 @@ class StubEngine:
         self.info: Mapping[str, Any] = {"max_req_input_len": 1000}
         self.canaries: list[RequestId] = []
         self.status = 200
+        self.answer = b'{"text": "", "meta_info": {}}'
         self.on_canary: Callable[[RequestId, list[int]], object] = self.capture
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
@@ -159,7 +160,7 @@ def _handler(engine: StubEngine) -> type[BaseHTTPRequestHandler]:
             engine.canaries.append(request)
             if engine.status == 200:
                 engine.on_canary(request, body["input_ids"])
-            self._answer(engine.status, b'{"text": "", "meta_info": {}}')
+            self._answer(engine.status, engine.answer)
 
         def _answer(self, status: int, body: bytes) -> None:
             self.send_response(status)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,18 +26,6 @@ from tests.support.capture import (
     prompt,
     start_capture,
 )
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "dumps"
-
-
-@pytest.fixture
-def capture(folder: Path) -> Iterator[Capture]:
-    made = start_capture(folder)
-    yield made
-    made.close(10)
 
 
 def feed(capture: Capture, *forwards: Forward) -> None:

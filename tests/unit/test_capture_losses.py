@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,31 +22,15 @@ from tests.support.capture import (
     prompt,
     start_capture,
 )
+from tests.support.filesystems import small_tmpfs
 from tests.support.waiting import wait_until
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "dumps"
-
-
-@pytest.fixture
-def capture(folder: Path) -> Iterator[Capture]:
-    made = start_capture(folder)
-    yield made
-    made.close(10)
-
-
-@pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
-    """A filesystem of 256 KiB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
+    """A file system of 256 KiB."""
+    with small_tmpfs(tmp_path / "small", 256) as place:
+        yield place
 
 
 def forward(capture: Capture, made: Forward) -> dict[str, str]:
@@ -313,4 +296,12 @@ def test_a_forward_of_another_form_than_declared_loses_its_requests_with_the_rea
         assert forward(capture, Forward(**parts)) == {wanted.rid: "dropped:internal"}
         assert detail in lost(folder, wanted).detail
     assert capture.counts().lost == {"internal": len(bad)}
+    assert_works(capture, folder)
+
+
+def test_an_abort_of_what_is_no_id_is_logged_and_no_error(
+    capture: Capture, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    capture.abort(["no id"])  # type: ignore[arg-type]
+    assert "aborting a request" in caplog.text
     assert_works(capture, folder)

@@ -7,11 +7,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from headrace_dispatcher.engines import Answer, EngineClient, read_answer
+from headrace import metrics
+from headrace.generate import Answer, Outcome, read_answer
+from headrace_dispatcher.engines import EngineClient
 
 
 def body(**meta: Any) -> bytes:
@@ -27,18 +29,33 @@ def body(**meta: Any) -> bytes:
         (200, body(headrace="dropped:evicted"), "dropped", "evicted", True),
         (200, body(headrace="dropped:no_room"), "dropped", "no_room", False),
         (200, body(headrace=[None, "dropped:internal"]), "dropped", "internal", True),
+        (200, body(headrace="dropped:prefix_cached"), "dropped", "prefix_cached", True),
+        (200, body(headrace="dropped:disk on fire"), "dropped", "internal", True),
+        (200, body(headrace="dropped:duplicate"), "dropped", "internal", True),
+        (200, body(headrace=[]), "answered", "", True),
+        (200, body(headrace={"a": 1}), "answered", "", True),
         (400, b'{"error": {"message": "duplicate rid"}}', "refused", "http_400", True),
         (503, b"loading", "unavailable", "http_503", False),
         (500, b"", "unavailable", "http_500", False),
-        (200, b"<html>", "unavailable", "bad_answer", False),
-        (200, b"[]", "unavailable", "bad_answer", False),
-        (200, b'{"meta_info": 3}', "unavailable", "bad_answer", False),
+        (200, b"<html>", "refused", "bad_answer", True),
+        (200, b"[]", "refused", "bad_answer", True),
+        (200, b'{"meta_info": 3}', "refused", "bad_answer", True),
         (200, b'{"meta_info": {"finish_reason": "stop"}}', "answered", "", True),
     ],
 )
 def test_each_answer_has_its_meaning(status: int, content: bytes, outcome: str, reason: str, burns: bool) -> None:
     answer = read_answer(status, content)
     assert (answer.outcome, answer.reason, answer.burns) == (outcome, reason, burns)
+
+
+def test_what_an_engine_said_is_the_detail_and_bounded() -> None:
+    assert read_answer(200, body(headrace="dropped:disk on fire")).detail == "dropped:disk on fire"
+    for content in (b"<html>" * 1000, body(finish_reason={"type": "abort", "message": "x" * 5000})):
+        assert len(read_answer(200, content).detail) < 500
+
+
+def test_every_outcome_is_a_label_of_the_metric() -> None:
+    assert set(metrics.OUTCOMES) == set(get_args(Outcome))
 
 
 def test_no_engine_costs_no_attempt() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from headrace.errors import UsageError
-from headrace_engine.model import TargetModel, resolve_boundaries
+from headrace_engine.model import TargetModel, read_boundaries
 from tests.support.engine import random_ids
 from tests.support.tiny_models import tiny_llama
 
@@ -24,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [("eagle3", 30, (2, 15, 27)), ("eagle3", 8, (2, 4, 5)), ("2, 15,27", 30, (2, 15, 27)), ("0,8", 8, (0, 8))],
 )
 def test_boundaries_resolve(wanted: str, layers: int, expected: tuple[int, ...]) -> None:
-    assert resolve_boundaries(wanted, layers) == expected
+    assert read_boundaries(wanted, layers) == expected
 
 
 @pytest.mark.parametrize(
@@ -32,7 +34,7 @@ def test_boundaries_resolve(wanted: str, layers: int, expected: tuple[int, ...])
 )
 def test_boundaries_that_do_not_exist_are_refused(wanted: str, layers: int) -> None:
     with pytest.raises(UsageError, match="boundaries"):
-        resolve_boundaries(wanted, layers)
+        read_boundaries(wanted, layers)
 
 
 @pytest.mark.parametrize("final_state", ["pre_norm", "post_norm"])
@@ -85,3 +87,12 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path, folder: Path) -> No
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     with pytest.raises(UsageError, match="cannot be loaded"):
         TargetModel(tmp_path, boundaries="eagle3", final_state="pre_norm", dtype="float32")
+
+
+def test_a_checkpoint_that_lacks_a_layer_is_refused_not_made_up(tmp_path: Path, folder: Path) -> None:
+    copied = shutil.copytree(folder, tmp_path / "model")
+    table = json.loads((copied / "config.json").read_text())
+    table.pop("layer_types", None)
+    (copied / "config.json").write_text(json.dumps(table | {"num_hidden_layers": table["num_hidden_layers"] + 1}))
+    with pytest.raises(UsageError, match="lacks weights"):
+        TargetModel(copied, boundaries="eagle3", final_state="pre_norm", dtype="float32")

@@ -20,25 +20,14 @@ from headrace.masks import decode_mask, encode_mask
 from headrace.runs import RunSpec
 from headrace_dispatcher.inputs import Inputs, RejectedSample, Sample
 from headrace_dispatcher.inputs_writer import InputsWriter, remove_stale
+from tests.support.bus_values import make_spec
 
 Entry = Sample | RejectedSample
 TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
 
 
 def _spec(output: Path, total: int) -> RunSpec:
-    return RunSpec(
-        run="demo",
-        dataset="d" * 32,
-        total=total,
-        model="/model",
-        engine_model="served",
-        boundaries=(2, 6, 9),
-        final_state="pre_norm",
-        hidden_size=64,
-        format="headrace",
-        output=str(output),
-        max_attempts=3,
-    )
+    return make_spec(run="demo", total=total, output=str(output))
 
 
 def _write(output: Path, entries: Sequence[Entry]) -> RunSpec:
@@ -76,7 +65,6 @@ def test_what_is_read_is_what_was_written(entries: list[Entry]) -> None:
         with Inputs.open(output) as inputs:
             assert inputs.spec == spec
             assert len(inputs) == len(entries)
-            assert list(inputs.iterate()) == entries
             assert [inputs[ordinal] for ordinal in reversed(range(len(entries)))] == entries[::-1]
             rejected = [entry.reason for entry in entries if isinstance(entry, RejectedSample)]
             assert sorted(inputs.rejected().elements()) == sorted(rejected)
@@ -103,14 +91,6 @@ def test_the_files_are_the_documented_ones(tmp_path: Path) -> None:
     assert RunSpec.decode((folder / "run.json").read_bytes()) == spec
 
 
-def test_a_part_is_read_by_its_bounds(tmp_path: Path) -> None:
-    _write(tmp_path, [_sample(ordinal) for ordinal in range(6)])
-    with Inputs.open(tmp_path) as inputs:
-        assert [entry.ordinal for entry in inputs.iterate(2, 4)] == [2, 3]
-        assert [entry.ordinal for entry in inputs.iterate(4, 100)] == [4, 5]
-        assert list(inputs.iterate(9)) == []
-
-
 @pytest.mark.parametrize("ordinal", [-1, 2, 10**12])
 def test_an_ordinal_outside_is_an_index_error(tmp_path: Path, ordinal: int) -> None:
     _write(tmp_path, [_sample(0), _sample(1)])
@@ -131,6 +111,15 @@ def test_nothing_is_seen_before_it_is_published_and_nothing_stays_without_it(tmp
         writer.add(_sample(0))
         assert not (output / "inputs").exists()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_above_that_were_made_for_it_go_too_and_no_others(tmp_path: Path) -> None:
+    with InputsWriter(tmp_path / "new" / "deep" / "out"):
+        assert (tmp_path / "new" / "deep" / "out").is_dir()
+    assert list(tmp_path.iterdir()) == []
+    with InputsWriter(tmp_path / "new" / "deep" / "out"):
+        (tmp_path / "new" / "of another").touch()
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["of another"]
 
 
 def test_a_folder_that_was_there_stays_when_writing_fails(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_the_life_of_a_sample_that_is_stored() -> None:
     assert (sample.state, sample.live, sample.captured, sample.job) == (State.CAPTURED, "", "r1", 1)
     sample = sample.reopen_job()
     assert sample.job == 2
-    assert sample.store().is_done
+    assert sample.store().state is State.DONE
 
 
 def test_an_attempt_that_did_not_count_gives_the_sample_back_as_it_was() -> None:
@@ -52,8 +52,8 @@ def test_the_last_attempt_fails_the_sample_and_keeps_its_request() -> None:
     assert (sample.state, sample.attempts, sample.live) == (State.PENDING, 1, "")
     sample = sample.claim("r2").end_attempt(burn=True, max_attempts=2)
     assert (sample.state, sample.attempts, sample.live) == (State.FAILED, 2, "r2")
-    assert sample.record().is_done
-    assert sample.store().is_done
+    assert sample.record().state is State.DONE
+    assert sample.store().state is State.DONE
 
 
 def test_a_captured_dump_that_goes_always_burns() -> None:
@@ -147,7 +147,7 @@ class OneSample(RuleBasedStateMachine):
         self.writing.discard(request)
         if not dies:
             self.row = self.row or request
-            if not self.sample.is_done:
+            if self.sample.state is not State.DONE:
                 self.sample = self.sample.store()
 
     @precondition(lambda self: self.sample.state is State.CAPTURED)
@@ -186,7 +186,7 @@ class OneSample(RuleBasedStateMachine):
     def record(self) -> None:
         self.sample = self.sample.record()
 
-    @precondition(lambda self: self.sample.is_done)
+    @precondition(lambda self: self.sample.state is State.DONE)
     @rule(event=st.sampled_from(Event))
     def nothing_follows_the_end(self, event: Event) -> None:
         with pytest.raises(IllegalTransition):
@@ -225,7 +225,7 @@ class OneSample(RuleBasedStateMachine):
                     self.sample = self.sample.record()
                 case _:
                     break
-        assert self.sample.is_done
+        assert self.sample.state is State.DONE
 
 
 OneSample.TestCase.settings = settings(max_examples=80, stateful_step_count=30)

@@ -129,6 +129,29 @@ def test_lines_that_do_not_mention_the_bytes_are_passed_over(tmp_path: Path) -> 
     assert list(ManifestReader(tmp_path).read_new(mentioning=b'"wanted"')) == [other]
 
 
+def test_a_segment_that_vanished_and_a_link_to_nothing_are_passed_over(tmp_path: Path) -> None:
+    gone = segment(tmp_path, "a.jsonl")
+    gone.write_bytes(LINE.encode())
+    segment(tmp_path, "b.jsonl").symlink_to(tmp_path / "nowhere")
+    other = replace(LINE, ordinal=5)
+    segment(tmp_path, "c.jsonl").write_bytes(LINE.encode() + other.encode())
+    lines = ManifestReader(tmp_path).read_new()
+    assert next(lines) == LINE
+    gone.unlink()
+    assert list(lines) == [LINE, other]
+    reader = ManifestReader(tmp_path)
+    first = reader.read_new()
+    next(first)
+    segment(tmp_path, "c.jsonl").unlink()
+    assert list(reader.read_new()) == []
+
+
+def test_a_segment_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    segment(tmp_path, "a.jsonl").mkdir()
+    with pytest.raises(OSError, match=r"a\.jsonl"):
+        list(ManifestReader(tmp_path).read_new())
+
+
 def test_a_reader_that_was_left_in_the_middle_goes_on_after_what_it_gave(tmp_path: Path) -> None:
     segment(tmp_path).write_bytes(b"".join(replace(LINE, ordinal=n).encode() for n in range(3)))
     reader = ManifestReader(tmp_path)

@@ -15,7 +15,8 @@ from headrace.messages import Job, Record, RecordJob, StoreJob, decode, encode
 REQUEST = str(RequestId.make("run1", 4, "aaaaaaaa", [5, 6, 7]))
 STORE = StoreJob(request=REQUEST, sample="s4", job=1, mask=(1, 2), engine="e", weight_version="w")
 RECORD = Record(ordinal=3, sample="s3", status="failed", reason="timeout", request="", tokens=0)
-RECORDS = RecordJob(run="run1", records=(RECORD,))
+PROVABLE = Record(ordinal=4, sample="s4", status="failed", reason="no_dump", request=REQUEST, tokens=3, mask=(1, 2))
+RECORDS = RecordJob(run="run1", records=(RECORD, PROVABLE))
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 requests = st.builds(
@@ -120,12 +121,20 @@ def test_an_unknown_field_or_a_wrong_type_is_unreadable(changes: dict[str, Any])
         decode(packed(STORE, **changes))
 
 
+def test_a_record_of_before_masks_is_read() -> None:
+    table = asdict(RECORD)
+    del table["mask"]
+    assert decode(packed(RECORDS, records=[table])) == RecordJob(run="run1", records=(RECORD,))
+
+
 @pytest.mark.parametrize(
     "record",
     [
         {**asdict(RECORD), "status": "stored"},
         {**asdict(RECORD), "ordinal": "3"},
         {**asdict(RECORD), "colour": "red"},
+        {**asdict(PROVABLE), "request": "req_17"},
+        {**asdict(PROVABLE), "mask": [1, "2"]},
         {"ordinal": 3},
         "record",
         None,

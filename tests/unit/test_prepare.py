@@ -74,6 +74,28 @@ def test_every_sample_that_cannot_be_used_is_an_entry_with_its_reason(tmp_path: 
     assert closed(tmp_path / "run.toml")[0].rejected == prepared.rejected
 
 
+def test_a_run_without_one_usable_sample_is_refused_with_reasons_and_leaves_nothing(tmp_path: Path) -> None:
+    write_data(tmp_path / "data.jsonl", ready(1, 2, 3), {"text": "x"}, {"input_ids": [1], "loss_mask": [0]})
+    message = fails(UsageError, run_file(tmp_path), start=1)
+    assert "not one of 2 samples can be used (no_trained_tokens 1, unknown_form 1)" in message
+    assert "data.jsonl:2: unknown_form: neither input_ids" in message
+    assert closed(tmp_path / "run.toml")[0].rejected.total() == 2
+
+
+def test_a_checkpoint_that_moved_is_the_same_extraction_and_a_changed_one_is_not(tmp_path: Path) -> None:
+    write_data(tmp_path / "data.jsonl", ready(1, 2))
+    path = run_file(tmp_path)
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
+    first = closed(path)[0]
+    (tmp_path / "model").rename(tmp_path / "moved")
+    path.write_text(path.read_text().replace('model = "model"', 'model = "moved"\nengine_model = "model"'))
+    moved = closed(path)[0]
+    assert (moved.created, moved.spec.model) == (False, str(tmp_path / "moved"))
+    assert moved.spec.digest == first.spec.digest
+    (tmp_path / "moved" / "model.safetensors").write_bytes(b"other weights")
+    assert "another extraction (model_digest: " in fails(Conflict, path)
+
+
 def test_markers_and_no_markers_make_the_same_inputs(tmp_path: Path) -> None:
     write_data(tmp_path / "data.jsonl", chat("q 😀", "你好 مرحبا\n\n"), chat("", ""))
     plain = closed(run_file(tmp_path))

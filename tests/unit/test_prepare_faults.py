@@ -92,7 +92,7 @@ import os, signal
 from pathlib import Path
 from headrace_dispatcher.prepare import prepare
 from headrace_dispatcher.runfile import load_run_file
-prepare(load_run_file(Path({str(path)!r})), resolve_model=lambda word: None, known_formats=["headrace"],
+prepare(load_run_file(Path({str(path)!r})), resolve_model=lambda word: None, known_formats={{"headrace": ["pre_norm"]}},
         progress=lambda done, total: done == 2 and os.kill(os.getpid(), signal.SIGKILL))
 """
     killed = subprocess.run([sys.executable, "-c", script], check=False)
@@ -113,7 +113,7 @@ def test_memory_does_not_grow_with_the_number_of_samples(tmp_path: Path) -> None
         path = run_file(folder)
         tracemalloc.start()
         with prepare_run(path).inputs as inputs:
-            assert sum(1 for _ in inputs.iterate()) == samples
+            assert sum(1 for ordinal in range(len(inputs)) if inputs[ordinal]) == samples
         with prepare_run(path).inputs as inputs:
             assert len(inputs) == samples
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -206,10 +206,10 @@ def test_a_templates_special_tokens_come_from_the_tokenizers_config(tmp_path: Pa
 
 
 def test_a_long_message_of_a_template_is_cut_to_one_short_line(tmp_path: Path) -> None:
-    write_data(tmp_path / "data.jsonl", chat("q\n" * 2000, "a"))
+    write_data(tmp_path / "data.jsonl", chat("q\n" * 2000, "a"), ready(1, 2))
     path = run_file(tmp_path, 'chat_template = "t.jinja"\n')
     (tmp_path / "t.jinja").write_text("{{ raise_exception(messages[0].content) }}")
-    (entry,) = closed(path)[1]
+    entry, _ = closed(path)[1]
     assert isinstance(entry, RejectedSample)
     assert len(entry.detail) <= 300
     assert "\n" not in entry.detail

@@ -98,9 +98,9 @@ def test_a_missing_key_is_named_with_what_to_give(tmp_path: Path) -> None:
         ("boundaries = []", "run.boundaries = '[]'"),
         ("boundaries = [1, 2.0]", "run.boundaries = '[1, 2.0]'"),
         ("boundaries = [true, 2]", "run.boundaries = '[True, 2]'"),
-        ("boundaries = [3, 2]", "run.boundaries = [3, 2]: give ascending boundaries"),
-        ("boundaries = [2, 2]", "run.boundaries = [2, 2]: give ascending boundaries"),
-        ("boundaries = [-1, 2]", "run.boundaries = [-1, 2]: give ascending boundaries"),
+        ("boundaries = [3, 2]", "boundaries [3, 2]: give ascending boundaries"),
+        ("boundaries = [2, 2]", "boundaries [2, 2]: give ascending boundaries"),
+        ("boundaries = [-1, 2]", "boundaries [-1, 2]: give ascending boundaries"),
         ('final_state = "prenorm"', 'run.final_state = \'prenorm\': give "pre_norm" or "post_norm"'),
         ('mask = "user"', "run.mask = 'user': give \"assistant\""),
         ("trust_remote_code = 1", "run.trust_remote_code = '1': give true or false"),
@@ -175,7 +175,14 @@ def test_a_known_models_word_is_resolved_and_anything_else_is_a_path(tmp_path: P
 def test_an_unknown_format_is_named_with_the_nearest_known_one(tmp_path: Path) -> None:
     run = _load(tmp_path, 'format = "specforg"\n')
     with pytest.raises(UsageError, match=r"did you mean 'specforge'.*known are headrace, specforge"):
-        run.check_format({"headrace", "specforge"})
+        run.check_format({"headrace": {"pre_norm"}, "specforge": {"pre_norm"}})
+
+
+def test_a_format_that_cannot_be_made_from_the_runs_final_state_is_refused(tmp_path: Path) -> None:
+    run = _load(tmp_path, 'final_state = "pre_norm"\n')
+    assert run.check_format({"headrace": {"pre_norm", "post_norm"}}) == "headrace"
+    with pytest.raises(UsageError, match=r"run.format = 'headrace' is made from 'post_norm'.*not 'pre_norm'"):
+        run.check_format({"headrace": {"post_norm"}})
 
 
 def test_paths_are_relative_to_where_a_linked_run_file_seems_to_be(tmp_path: Path) -> None:

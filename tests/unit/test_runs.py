@@ -10,20 +10,9 @@ from hypothesis import strategies as st
 
 from headrace.errors import Unreadable
 from headrace.runs import RunSpec
+from tests.support.bus_values import make_spec
 
-SPEC = RunSpec(
-    run="run1",
-    dataset="d" * 16,
-    total=100,
-    model="/models/m",
-    engine_model="m",
-    boundaries=(2, 4, 6),
-    final_state="pre_norm",
-    hidden_size=64,
-    format="headrace",
-    output="/data/out",
-    max_attempts=3,
-)
+SPEC = make_spec(total=100)
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 numbers = st.integers(0, 1 << 40)
@@ -33,6 +22,7 @@ specs = st.builds(
     dataset=texts,
     total=numbers,
     model=texts,
+    model_digest=texts,
     engine_model=texts,
     boundaries=st.lists(numbers, max_size=4).map(tuple),
     final_state=texts,
@@ -58,7 +48,7 @@ def test_a_spec_round_trips_and_keeps_its_digest(spec: RunSpec) -> None:
         ("run", "run2"),
         ("dataset", "e" * 16),
         ("total", 101),
-        ("model", "/models/n"),
+        ("model_digest", "d" * 16),
         ("engine_model", "n"),
         ("boundaries", (2, 4, 7)),
         ("final_state", "post_norm"),
@@ -72,8 +62,8 @@ def test_what_makes_the_extraction_changes_the_digest_and_is_named(name: str, va
     assert [line.split(":")[0] for line in SPEC.differences(other)] == [name]
 
 
-def test_the_place_and_the_attempts_do_not_make_another_extraction() -> None:
-    assert replace(SPEC, output="/elsewhere", max_attempts=9).digest == SPEC.digest
+def test_the_places_and_the_attempts_do_not_make_another_extraction() -> None:
+    assert replace(SPEC, output="/elsewhere", model="/moved", max_attempts=9).digest == SPEC.digest
 
 
 def test_a_newer_schema_says_to_upgrade() -> None:

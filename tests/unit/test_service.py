@@ -7,8 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +14,7 @@ import pytest
 
 from headrace.errors import HeadraceError
 from headrace.service import Health, serving
+from tests.support.http import get
 from tests.support.server import free_port
 from tests.support.waiting import wait_until
 
@@ -35,17 +34,6 @@ def loop(service):
 
 run("child", loop, "redis", "folder")
 """
-
-
-def get(port: int, path: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-    except urllib.error.URLError:
-        return 0, ""
 
 
 @contextmanager
@@ -124,6 +112,13 @@ def test_readiness_names_each_part_that_is_not_ready() -> None:
         assert get(port, "/readyz") == (200, "ready\n")
         assert get(port, "/healthz") == (200, "ok\n")
     assert get(port, "/healthz")[0] == 0
+
+
+def test_a_client_that_sends_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.service._REQUEST_SECONDS", 0.1)
+    port = free_port()
+    with serving("127.0.0.1", port, Health()), socket.create_connection(("127.0.0.1", port), timeout=20) as silent:
+        assert silent.recv(1) == b""
 
 
 def test_port_0_serves_nothing() -> None:

@@ -127,6 +127,29 @@ def test_a_wrong_value_is_one_line_that_names_the_variable(
     assert variable in message_of()
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("HEADRACE_HEARTBEAT_SECONDS", "60", ("HEADRACE_SITE_TTL_SECONDS is 15", "3 times", "180 or more")),
+        ("HEADRACE_SITE_TTL_SECONDS", "8", ("HEADRACE_SITE_TTL_SECONDS is 8", "9 or more")),
+        ("HEADRACE_LEASE_CAPTURED_SECONDS", "8", ("HEADRACE_LEASE_CAPTURED_SECONDS is 8", "HEARTBEAT")),
+        ("HEADRACE_LEASE_STORING_SECONDS", "8", ("HEADRACE_LEASE_STORING_SECONDS is 8", "HEARTBEAT")),
+        ("HEADRACE_RESCAN_SECONDS", "10", ("HEADRACE_LEASE_GRACE_SECONDS is 20", "HEADRACE_RESCAN_SECONDS (10)")),
+    ],
+)
+def test_settings_with_which_every_lease_would_lapse_are_refused(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv(variable, value)
+    for word in words:
+        assert word in message_of()
+
+
+def test_a_lease_of_three_renewals_is_enough() -> None:
+    settings = load_settings(heartbeat_seconds=5, site_ttl_seconds=15, lease_captured_seconds=15)
+    assert settings.lease_captured_seconds == 15
+
+
 def test_a_wrong_secret_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_WINDOW", "hunter2")
     assert "hunter2" not in message_of()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from headrace.errors import Unreadable
-from headrace.tensorfile import ITEM_SIZE, MAX_HEADER, data_size, decode_header, encode_header, layout
+from headrace.tensorfile import ITEM_SIZE, MAX_HEADER, TensorInfo, decode_header, encode_header, layout
 
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(lambda n: n != "__metadata__")
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -24,6 +25,10 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 def head_of(table: Any) -> bytes:
     body = table if isinstance(table, bytes) else json.dumps(table).encode()
     return len(body).to_bytes(8, "little") + body
+
+
+def data_size(tensors: Mapping[str, TensorInfo]) -> int:
+    return max((info.end for info in tensors.values()), default=0)
 
 
 def entry(dtype: Any = "I64", shape: Any = (2,), offsets: Any = (0, 16)) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from headrace.dumps import Dump, DumpHeader, Stats, dump_layout
 from headrace.ids import RequestId, encode_ids
-from headrace.runs import Identity, RunSpec
+from headrace.runs import Identity
 from headrace.verdicts import LOSSES, LOST_REASONS, MISMATCHES, Match, Reason, Refusal, Requirement, judge
+from tests.support.bus_values import make_spec
 
 IDS = [11, 12, 13, 14, 15]
 REQUEST = RequestId.make("run1", 7, "abcd1234", IDS)
@@ -171,17 +172,5 @@ def test_reasons_are_mismatches_losses_or_duplicates() -> None:
 
 
 def test_a_requirement_is_that_of_the_runs_spec() -> None:
-    spec = RunSpec(
-        run="run1",
-        dataset="d",
-        total=1,
-        model="/m",
-        engine_model="m",
-        boundaries=BOUNDARIES,
-        final_state="pre_norm",
-        hidden_size=HIDDEN,
-        format="headrace",
-        output="/o",
-        max_attempts=3,
-    )
+    spec = make_spec(boundaries=BOUNDARIES, hidden_size=HIDDEN)
     assert Requirement.of(spec, IDENTITY) == REQUIREMENT

@@ -66,6 +66,24 @@ def test_a_canary_that_is_refused_says_so(tmp_path: Path) -> None:
     assert "400" in answers[1].problem
 
 
+@pytest.mark.parametrize(
+    ("meta", "words"),
+    [
+        ('{"finish_reason": {"type": "abort", "message": "gone"}}', ("aborted", "gone")),
+        ('{"headrace": "dropped:prefix_cached"}', ("prefix_cached", "--disable-radix-cache")),
+        ('{"headrace": ["dropped:the plugin is upset"]}', ("internal", "the plugin is upset")),
+    ],
+)
+def test_a_canary_that_was_aborted_or_dropped_fails_with_its_answer(
+    tmp_path: Path, meta: str, words: tuple[str, ...]
+) -> None:
+    with StubEngine(tmp_path) as engine:
+        engine.answer = f'{{"text": "", "meta_info": {meta}}}'.encode()
+        _, posted = ask(engine.url, lambda client: client.post_canary(REQUEST, IDS, 5.0), answers=2)
+    assert isinstance(posted, Posted)
+    assert all(word in posted.problem for word in words), posted
+
+
 def test_one_health_check_is_under_way_at_a_time(tmp_path: Path) -> None:
     with StubEngine(tmp_path) as engine:
         go = threading.Event()
@@ -79,6 +97,16 @@ def test_one_health_check_is_under_way_at_a_time(tmp_path: Path) -> None:
             found: list[Answer] = []
             wait_until(lambda: found.extend(client.answers()) or Health(problem="") in found, what="the health")
         assert found.count(Health(problem="")) == 1
+
+
+def test_a_question_that_raises_does_not_end_the_thread_that_asks(tmp_path: Path) -> None:
+    def question(client: EngineClient) -> None:
+        client.post_canary(REQUEST, (object(),), 5.0)  # type: ignore[arg-type]
+        client.check_health()
+
+    with StubEngine(tmp_path) as engine:
+        answers = ask(engine.url, question, answers=2)
+    assert answers == [Limits(longest_prompt=1000), Health(problem="")]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from headrace.dumpfolder import read_dump
+from headrace.dumps import POST_NORM, PRE_NORM
 from headrace.errors import Unreadable, UsageError
+from headrace.formats import FORMATS
 from headrace.ids import encode_ids
 from headrace.masks import decode_mask
 from headrace.tensorfile import MAX_HEADER, TensorInfo, decode_header, encode_header
@@ -44,6 +46,11 @@ def rewrite(path: Path, tensors: dict[str, TensorInfo] | None = None, **metadata
 def test_a_format_is_found_by_its_name() -> None:
     assert formats.names() == tuple(sorted(formats.names()))
     assert all(formats.get(name).name == name for name in formats.names())
+
+
+def test_what_a_submit_knows_of_formats_is_what_the_writer_has() -> None:
+    assert set(FORMATS) == set(formats.names())
+    assert all(states and states <= {PRE_NORM, POST_NORM} for states in FORMATS.values())
 
 
 def test_an_unknown_format_is_a_usage_error_with_the_nearest_name() -> None:

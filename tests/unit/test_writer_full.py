@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,30 +7,15 @@ import pytest
 
 from headrace_writer.destination import DestinationFull
 from headrace_writer.store import Store, Stored
+from tests.support.filesystems import fill, small_tmpfs
 from tests.support.stores import AT, assert_stored, make_sample, make_spec
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a tmpfs needs root")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True)
-
-
-def fill(place: Path) -> Path:
-    filler = place / "filler"
-    with filler.open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(4096))
-        except OSError:
-            pass
-    return filler
+    with small_tmpfs(tmp_path / "small", 256) as place:
+        yield place
 
 
 def test_a_row_without_room_is_destination_full_and_is_stored_once_there_is_room(tmp_path: Path, small: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from headrace.errors import Conflict, Unreadable, UsageError
 from headrace.manifest import Line, read_dataset
-from headrace.messages import Record
 from headrace.runs import Identity
 from headrace.verdicts import Reason, Refusal
 from headrace_writer.dataset import ensure_dataset
@@ -220,48 +219,6 @@ def test_a_job_that_is_not_of_this_run_is_a_usage_error(tmp_path: Path) -> None:
         store.store(make_sample(100).job(), tmp_path, AT)
     with pytest.raises(UsageError, match="not a request of run other"):
         Store(tmp_path / "o", make_spec(tmp_path, run="other"), "w1").store(sample.job(), tmp_path, AT)
-
-
-def make_record(ordinal: int, status: Any = "failed") -> Record:
-    return Record(ordinal=ordinal, sample=f"sample-{ordinal}", status=status, reason="why", request="", tokens=3)
-
-
-def test_samples_without_a_row_get_one_line_each_however_often_they_are_recorded(tmp_path: Path) -> None:
-    records = [make_record(1, "rejected"), make_record(2), make_record(2)]
-    for writer in ("w1", "w2"):
-        held = open_store(tmp_path, writer).record(records, AT)
-        assert held == lines_of(tmp_path / "dataset")
-    lines = lines_of(tmp_path / "dataset")
-    assert [(line.ordinal, line.status, line.reason, line.tokens) for line in lines] == [
-        (1, "rejected", "why", 3),
-        (2, "failed", "why", 3),
-    ]
-    assert {(line.path, line.bytes, line.checksum, line.proof) for line in lines} == {("", 0, "", "")}
-
-
-def test_a_failed_sample_whose_row_was_stored_stays_stored(tmp_path: Path) -> None:
-    sample = make_sample()
-    store = open_store(tmp_path)
-    stored = store.store(sample.job(), sample.dump(tmp_path), AT)
-    assert isinstance(stored, Stored)
-    held = store.record([make_record(sample.ordinal), make_record(9)], AT)
-    assert held[0] == stored.line
-    assert (held[1].ordinal, held[1].status) == (9, "failed")
-    assert_stored(tmp_path / "dataset", [sample])
-
-
-def test_a_sample_that_failed_once_may_still_be_stored(tmp_path: Path) -> None:
-    sample = make_sample()
-    store = open_store(tmp_path)
-    store.record([make_record(sample.ordinal)], AT)
-    stored = store.store(sample.job(), sample.dump(tmp_path), AT)
-    assert isinstance(stored, Stored)
-    assert store.record([make_record(sample.ordinal)], AT) == [stored.line]
-
-
-def test_a_record_of_no_sample_of_the_run_is_a_usage_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="100 samples"):
-        open_store(tmp_path).record([make_record(100)], AT)
 
 
 def store_at_once(tmp_path: Path, writer: str, start: Barrier, samples: list[Sample], results: Connection) -> None:

@@ -162,9 +162,12 @@ class Capture:
 
     def abort(self, rid: str) -> None:
         """The engine aborted the request: what is half assembled of it is lost as `aborted`. Never raises."""
-        with self._publisher.lock:
-            loss = self._assembly.abort(rid, "the engine aborted the request")
-            self._lose([loss] if loss else [], {})
+        try:
+            with self._publisher.lock:
+                loss = self._assembly.abort(rid, "the engine aborted the request")
+                self._lose([loss] if loss else [], {})
+        except Exception:  # the engine must survive whatever goes wrong here
+            logger.exception("aborting a request")
 
     def counts(self) -> Counts:
         """What became of the requests since the boot."""
@@ -224,8 +227,11 @@ class Capture:
     def _watch_deadlines(self) -> None:
         interval = min(1.0, self._config.deadline_seconds / 4)
         while not self._closed.wait(interval):
-            with self._publisher.lock:
-                self._lose(self._assembly.expire(time.monotonic()), {})
+            try:
+                with self._publisher.lock:
+                    self._lose(self._assembly.expire(time.monotonic()), {})
+            except Exception:  # without this thread, requests would stay half assembled for ever
+                logger.exception("ending requests past their deadline")
 
     def _put_norm(self, weight: torch.Tensor, eps: float) -> str:
         """Publish the final norm's weight [D] as a safetensors file with `eps` in its metadata; returns its name."""

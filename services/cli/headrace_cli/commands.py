@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -11,12 +12,12 @@ import typer
 import headrace
 from headrace.bus import Bus
 from headrace.bus.values import RunState, RunView
-from headrace.errors import Conflict, RunIncomplete, Unavailable, UsageError, VerificationFailed
+from headrace.errors import Conflict, RunIncomplete, Unavailable, Unreadable, UsageError
 from headrace.settings import load_settings
 from headrace_cli import console
 from headrace_cli.doctor import examine
 from headrace_cli.follow import follow
-from headrace_cli.submit import submit_run
+from headrace_cli.submit import SMOLLM2, submit_run
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,13 +43,17 @@ def demo(
     folder: Annotated[Path, typer.Option(help="Where everything of the demo lives.")] = Path("headrace-demo"),
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete an earlier demo in that folder first.")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Extract only the first N conversations.")] = None,
+    model: Annotated[str, typer.Option(help="A checkpoint folder instead, small enough for this CPU.")] = SMOLLM2,
 ) -> None:
-    """Extract 60 conversations with a real model on this machine, and verify every row."""
+    """Extract 60 conversations with a real model on this machine, and verify every row.
+
+    With HEADRACE_REDIS_URL set that server is used, else one is started.
+    """
     from headrace.extras import needs_extra
 
     with needs_extra("all"):
         from headrace_cli.demo import run_demo
-    run_demo(folder, fresh=fresh, limit=limit)
+    run_demo(folder, fresh=fresh, limit=limit, model=model)
 
 
 @app.command()
@@ -66,18 +71,30 @@ def submit(
     with _bus() as bus:
         view = submit_run(bus, run_file, start=start, end=end, limit=limit, engine_check=engine_check)
         if wait and view.state != "finished":
-            _finish(follow(bus, view.spec.run))
+            view = follow(bus, view.spec.run)
+            console.out.print(f"run {view.spec.run} is {view.state}: {console.books(view)}{console.why_failed(view)}")
+            _finish(view)
 
 
 @app.command("list")
 def list_runs() -> None:
     """List the runs that Redis knows."""
+    views, unreadable = [], []
     with _bus() as bus:
-        views = [view for view in map(bus.runs.get, bus.runs.names()) if view is not None]
+        for name in bus.runs.names():
+            try:
+                view = bus.runs.get(name)
+            except Unreadable as error:
+                unreadable.append(f"run {name!r}: {error}")
+                continue
+            if view is not None:
+                views.append(view)
     if views:
         console.out.print(console.runs_table(views))
-    else:
+    elif not unreadable:
         console.out.print("No runs. Start one with: headrace submit RUN.toml")
+    if unreadable:
+        raise Unreadable(f"{'; '.join(unreadable)}; submit its run file again to write it anew")
 
 
 @app.command()
@@ -154,10 +171,7 @@ def verify(
         console.out.print_json(json.dumps(report.to_json()))
     else:
         console.out.print(render(report))
-    if not report.ok:
-        raise VerificationFailed(f"{folder}: {sum(report.counts.values())} problems; see above")
-    if not report.complete:
-        raise RunIncomplete(f"{folder}: {report.open} samples are open; submit the run again")
+    report.require_whole()
 
 
 @app.command()
@@ -173,19 +187,9 @@ def doctor() -> None:
         raise Unavailable(f"{bad} of {len(findings)} checks need a change; see above")
 
 
-def _bus() -> _OpenBus:
-    return _OpenBus()
-
-
-class _OpenBus:
+def _bus() -> closing[Bus]:
     """A bus over the settings' Redis, closed at the end of the block."""
-
-    def __enter__(self) -> Bus:
-        self._bus = Bus.from_settings(load_settings())
-        return self._bus
-
-    def __exit__(self, *_: object) -> None:
-        self._bus.close()
+    return closing(Bus.from_settings(load_settings()))
 
 
 def _known(bus: Bus, run: str) -> RunView:

@@ -51,6 +51,12 @@ def books(view: RunView) -> str:
     )
 
 
+def why_failed(view: RunView) -> str:
+    """The reasons of failed samples, to put behind the books; empty when none failed."""
+    reasons = ", ".join(f"{reason} {count}" for reason, count in view.failed_by.items())
+    return f" (failed: {reasons})" if reasons else ""
+
+
 def state_of(view: RunView) -> str:
     """The state, with its reason."""
     return f"{view.state}: {view.reason}" if view.reason else view.state

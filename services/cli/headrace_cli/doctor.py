@@ -26,13 +26,13 @@ class Finding:
 
 
 def examine(settings: Settings) -> list[Finding]:
-    """Check Redis, then each site: registration, engine, writers, folder."""
+    """Check Redis and the dispatchers, then each site: registration, engine, writers, folder."""
     try:
         bus = Bus.from_settings(settings)
     except HeadraceError as error:
         return [Finding(what=f"Redis at {redact(settings.redis_url)}", ok=False, fix=str(error))]
     try:
-        findings = [*_redis(bus), *_sites(bus)]
+        findings = [*_redis(bus), _dispatchers(bus), *_sites(bus)]
         for site in bus.sites.registered():
             findings += _site(bus, site)
         return findings
@@ -59,6 +59,12 @@ def _redis(bus: Bus) -> list[Finding]:
             fix="set appendonly yes, or a restart of Redis means a rebuild from the manifest",
         ),
     ]
+
+
+def _dispatchers(bus: Bus) -> Finding:
+    alive = bus.dispatchers.alive()
+    fix = "start a headrace-dispatcher with this Redis: without one no sample is sent and no lapsed lease is ended"
+    return Finding(what=f"dispatchers alive: {alive}", ok=alive > 0, fix=fix)
 
 
 def _sites(bus: Bus) -> list[Finding]:
@@ -93,7 +99,7 @@ def _site(bus: Bus, site: Site) -> list[Finding]:
             fix="start a headrace-writer with the same HEADRACE_DUMP_DIR",
         ),
         Finding(
-            what=f"{about}: storage jobs that failed within a day: {failed}",
+            what=f"{about}: storage jobs that failed lately: {failed}",
             ok=failed == 0,
             fix="the writer's log says why; the jobs come again by themselves once that is mended",
         ),
@@ -107,7 +113,9 @@ def _site(bus: Bus, site: Site) -> list[Finding]:
 
 def _engine(site: Site, about: str) -> Finding:
     try:
-        status: Any = requests.get(f"{site.url}/health", timeout=_TIMEOUT).status_code
+        with requests.Session() as session:
+            session.trust_env = False  # as the dispatcher asks it: no proxy in between
+            status: Any = session.get(f"{site.url}/health", timeout=_TIMEOUT).status_code
     except requests.RequestException as error:
         status = type(error).__name__
     fix = "the engine does not answer from here; is its URL right for this machine?"

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from headrace.bus import Bus
-from headrace.bus.values import RunView
-from headrace.errors import Unavailable, UsageError
+from headrace.bus.values import DESTINATION_FULL, RunView
+from headrace.errors import Conflict, Unavailable, UsageError
 from headrace_cli import console
 
 _LOOK_SECONDS = 0.3
@@ -17,8 +17,11 @@ _PATIENCE_SECONDS = 120.0  # for a Redis that went away
 def follow(bus: Bus, run: str, check: Callable[[], None] | None = None) -> RunView:
     """Show progress until the run is finished or cancelled; `check` may raise to end it.
 
+    A run that is paused by a full destination is waited for: it goes on by itself when there is room.
+
     Raises:
         UsageError: Redis does not know the run any more.
+        Conflict: the run is paused for another reason, and stays so until somebody resumes it.
         Unavailable: Redis stays away.
     """
     with console.progress_bar() as bar:
@@ -42,6 +45,8 @@ def follow(bus: Bus, run: str, check: Callable[[], None] | None = None) -> RunVi
             bar.update(task, description=_describe(view), completed=view.spec.total - view.open, total=view.spec.total)
             if view.state in ("finished", "cancelled"):
                 return view
+            if view.state == "paused" and view.reason != DESTINATION_FULL:
+                raise Conflict(f"run {run!r} is paused: {view.reason}; go on with: headrace resume {run}")
             time.sleep(_LOOK_SECONDS)
 
 

@@ -78,8 +78,14 @@ class Stack:
         return Bus.open(self.redis_url, self._password)
 
     def start(self, name: str) -> None:
-        """Start one service; it need not be ready when this returns. Its output goes to `logs/{name}.log`."""
+        """Start one service; it need not be ready when this returns. Its output goes to `logs/{name}.log`.
+
+        Raises:
+            Unavailable: the Redis that is there already does not answer.
+            UsageError: it refuses the password.
+        """
         if name == "redis" and self.config.redis_url:
+            self.bus().close()  # or it would be waited for in vain
             return
         command, environ = self._command(name)
         with (self.logs / f"{name}.log").open("ab") as log:
@@ -136,13 +142,15 @@ class Stack:
 
     def stop_one(self, name: str) -> int:
         """SIGTERM, then kill -9 after 30 s. Returns the exit code."""
-        process = self._processes.pop(name)
+        process = self._processes[name]
         process.send_signal(signal.SIGTERM)
         try:
-            return process.wait(_STOP_SECONDS)
+            process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
-            return process.wait()
+            process.wait()
+        del self._processes[name]
+        return process.returncode
 
     def stop(self) -> dict[str, int]:
         """Stop all, in order. Returns the exit codes."""
@@ -152,7 +160,12 @@ class Stack:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        try:
+            self.stop()
+        except BaseException:  # somebody who does not want to wait for an orderly end
+            for name in list(self._processes):
+                self.kill(name)
+            raise
 
     def _ready(self, name: str) -> bool:
         if name == "redis":

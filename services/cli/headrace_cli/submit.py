@@ -7,19 +7,20 @@ from pathlib import Path
 from headrace.bus import Bus
 from headrace.bus.values import RunView, Site
 from headrace.errors import Conflict, Unavailable
-from headrace.runs import RunSpec
+from headrace.formats import FORMATS
+from headrace.manifest import read_dataset
+from headrace.runs import Identity, RunSpec
 from headrace_cli import console
 from headrace_dispatcher.prepare import prepare
 from headrace_dispatcher.rebuild import rebuild
 from headrace_dispatcher.runfile import load_run_file
 
-# The writers know the formats; a submit must be able to refuse one without their packages.
-KNOWN_FORMATS = ("headrace",)
+SMOLLM2 = "smollm2"
 
 
 def resolve_model(word: str) -> Path | None:
     """`smollm2` is the checkpoint that ships in a package; other words are folders."""
-    if word != "smollm2":
+    if word != SMOLLM2:
         return None
     from headrace.extras import needs_extra
 
@@ -35,10 +36,14 @@ def submit_run(
 
     Raises:
         UsageError, Conflict, Unreadable: see `headrace_dispatcher.prepare.prepare`.
-        Conflict: Redis has another extraction of this name, or every engine serves something else.
+        Conflict: Redis has another extraction of this name, or lines that the folder lacks, or every engine serves
+            something else.
         Unavailable: no engine is registered.
     """
     loaded = load_run_file(run_file)
+    if loaded.trust_remote_code:
+        note = f"{run_file}: trust_remote_code = true changes nothing: no checkpoint's own code is ever run"
+        console.err.print(note, markup=False)
     with console.progress_bar() as bar:
         task = bar.add_task("normalising samples", total=None)
         prepared = prepare(
@@ -47,14 +52,16 @@ def submit_run(
             end=end,
             limit=limit,
             resolve_model=resolve_model,
-            known_formats=KNOWN_FORMATS,
+            known_formats=FORMATS,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
         bar.update(task, visible=False)
     prepared.inputs.close()
     spec = prepared.spec
     if engine_check:
-        check_engines(bus.sites.registered(), spec)
+        dataset = read_dataset(Path(spec.output))
+        identity = dataset.identity if dataset is not None else bus.runs.identity(spec.run)
+        check_engines(bus.sites.registered(), spec, identity)
     learnt = rebuild(bus, spec)
     view = bus.runs.get(spec.run)
     if view is None:
@@ -63,15 +70,15 @@ def submit_run(
     return view
 
 
-def check_engines(sites: list[Site], spec: RunSpec) -> None:
-    """Refuse a run that no registered engine can serve."""
+def check_engines(sites: list[Site], spec: RunSpec, identity: Identity | None) -> None:
+    """Refuse a run that no registered engine can serve; `identity` is its rows', if it has some."""
     if not sites:
         message = "no engine is registered: start an engine and its watcher (`headrace doctor` looks closer)"
         raise Unavailable(f"{message}, or queue the run with --no-engine-check")
-    problems = [f"{site.url}: {site.unfit_for(spec)}" for site in sites]
-    if all(site.unfit_for(spec) for site in sites):
+    problems = [(site.url, site.unfit_for(spec, identity)) for site in sites]
+    if all(problem for _, problem in problems):
         raise Conflict(
-            f"no engine can serve run {spec.run!r}: {'; '.join(problems)}. "
+            f"no engine can serve run {spec.run!r}: {'; '.join(f'{url}: {problem}' for url, problem in problems)}. "
             "Change the run file or the engine's configuration, or queue the run with --no-engine-check"
         )
 

@@ -8,14 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace import logs, metrics
-from headrace.bus import Bus
+from headrace import metrics
 from headrace.bus.values import RunView
-from headrace.errors import Conflict, HeadraceError, Unavailable
+from headrace.errors import HeadraceError, Unavailable
 from headrace.runs import RunSpec
 from headrace_dispatcher.inputs import Inputs
-
-log = logs.get(__name__)
 
 
 @dataclass(slots=True)
@@ -35,17 +32,19 @@ class Catalog:
         self._served: dict[str, RunView] = {}
 
     @contextmanager
-    def reading(self, bus: Bus, spec: RunSpec) -> Iterator[Inputs | None]:
-        """The run's samples, open until the block ends; None, with the reason in the run's `waiting_for`."""
-        with self._lock:
-            entry = self._enter(bus, spec)
+    def reading(self, spec: RunSpec) -> Iterator[Inputs]:
+        """The run's samples, open until the block ends.
+
+        Raises:
+            Unavailable: they cannot be opened now; the folder may be mounted, or the run submitted, later.
+        """
+        entry = self._take(spec) or self._add(spec, _open(spec))
         try:
-            yield entry.inputs if entry is not None else None
+            yield entry.inputs
         finally:
-            if entry is not None:
-                with self._lock:
-                    entry.users -= 1
-                    _close_unused(entry)
+            with self._lock:
+                entry.users -= 1
+                _close_unused(entry)
 
     def serve(self, view: RunView) -> None:
         """Remember a run that goes on, as it is now."""
@@ -69,21 +68,22 @@ class Catalog:
             for run in list(self._opened):
                 self._drop(run)
 
-    def _enter(self, bus: Bus, spec: RunSpec) -> _Opened | None:
-        known = self._opened.get(spec.run)
-        if known is not None and known.inputs.spec.digest != spec.digest:
-            self._drop(spec.run)
-            known = None
-        if known is None:
-            try:
-                known = self._opened[spec.run] = _Opened(_open(spec))
-            except HeadraceError as error:
-                bus.runs.say_waiting(spec.run, str(error))
-                log.warning("inputs unreadable", run=spec.run, error=str(error))
+    def _take(self, spec: RunSpec) -> _Opened | None:
+        """What is open already, unless it is another extraction's."""
+        with self._lock:
+            known = self._opened.get(spec.run)
+            if known is None or known.inputs.spec.digest != spec.digest:
                 return None
-            metrics.see_run(spec.run)
-        known.users += 1
-        return known
+            known.users += 1
+            return known
+
+    def _add(self, spec: RunSpec, inputs: Inputs) -> _Opened:
+        """Keep what was opened just now, in place of what was there, which is closed once nobody reads it."""
+        metrics.see_run(spec.run)
+        with self._lock:
+            self._drop(spec.run)
+            entry = self._opened[spec.run] = _Opened(inputs, users=1)
+            return entry
 
     def _drop(self, run: str) -> None:
         entry = self._opened.pop(run, None)
@@ -95,11 +95,11 @@ class Catalog:
 def _open(spec: RunSpec) -> Inputs:
     try:
         inputs = Inputs.open(Path(spec.output))
-    except OSError as error:
-        raise Unavailable(f"{spec.output}: {error}") from error
+    except HeadraceError as error:
+        raise Unavailable(str(error)) from error
     if inputs.spec.digest != spec.digest:
         inputs.close()
-        raise Conflict(f"{spec.output}/inputs holds another run's samples; submit the run again")
+        raise Unavailable(f"{spec.output}/inputs holds another run's samples; submit the run again")
     return inputs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,9 @@ from typing import Any
 
 from headrace.errors import UsageError
 
+_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+_WEIGHTS_INDEX = "model.safetensors.index.json"
+_DIGEST_SIZE = 8
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -57,6 +61,23 @@ def read_checkpoint(folder: Path, chat_template: Path | None) -> Checkpoint:
         template_path=template_path,
         special_tokens=special_tokens,
     )
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """16 hex digits that tell one checkpoint from another, wherever it lies, without reading its weights.
+
+    They cover config.json, the index of the weights, and the names and sizes of their files: not a change of weights
+    that keeps every size. Tokenizer and chat template are in the dataset's digest.
+
+    Raises:
+        UsageError: a file cannot be read.
+    """
+    try:
+        weights = sorted((path.name, path.stat().st_size) for kind in _WEIGHTS for path in folder.glob(kind))
+    except OSError as error:
+        raise UsageError(f"{error.filename or folder}: {error.strerror}; copy the checkpoint again") from error
+    texts = [(_read(folder / name) or b"").hex() for name in ("config.json", _WEIGHTS_INDEX)]
+    return hashlib.blake2b(json.dumps([texts, weights]).encode(), digest_size=_DIGEST_SIZE).hexdigest()
 
 
 def _size(folder: Path, config: Mapping[str, Any], key: str) -> int:

@@ -1,42 +1,44 @@
-"""The dispatcher's loop: feed each run's window, claim within each site's room, post, reap; drain on SIGTERM."""
+"""The dispatcher's process: a loop over all runs, threads that renew and reap, and a drain on SIGTERM."""
 
 from __future__ import annotations
 
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-from headrace import logs, metrics
+from headrace import logs
 from headrace.bus import Bus
-from headrace.bus.values import Attempt, RunView, Site
-from headrace.errors import Unavailable
-from headrace.flow import feed_size, room
-from headrace.ids import NONCE_ALPHABET, NONCE_LENGTH, RequestId
+from headrace.bus.values import RunView, Site
+from headrace.errors import RedisAway
+from headrace.generate import Answer
 from headrace.reasons import Reason
 from headrace.service import Service
 from headrace_dispatcher.catalog import Catalog
-from headrace_dispatcher.engines import Answer, EngineClient
+from headrace_dispatcher.engines import EngineClient
 from headrace_dispatcher.flights import Flight, Flights
-from headrace_dispatcher.inputs import Inputs, Sample
 from headrace_dispatcher.isolation import Isolation
-from headrace_dispatcher.plan import Fit, Limits, choose, dump_bytes
+from headrace_dispatcher.patience import Patience
 from headrace_dispatcher.reaper import Reaper
+from headrace_dispatcher.spread import Spreader
 
 log = logs.get(__name__)
 
-EXCEEDS_ENGINE = "exceeds_engine"
-
 _TICK_SECONDS = 0.25
-_FEED_BATCH = 200
-_CLAIM_BATCH = 64
-_PEEK = 256  # pending samples that are looked at for one site
-_ENGINE_PAUSE_SECONDS = 1.0  # after an engine was unavailable
+_REST_SECONDS = 1.0  # of an engine that was unavailable
+_AWAY_SECONDS = 1.0  # between attempts at a Redis that is away
+_END_SECONDS = 3.0  # for the threads to end; one may wait for a Redis that is away
 
 
 def loop(service: Service) -> None:
-    """Serve every run until the stop event; the console script's body."""
-    Dispatcher(service, Bus.from_settings(service.settings)).run()
+    """Serve every run until the stop event; the console script's body.
+
+    Raises:
+        UsageError: the Redis URL or the password is wrong.
+    """
+    bus = Bus.wait_for(service)
+    if bus is not None:
+        Dispatcher(service, bus).run()
 
 
 class Dispatcher:
@@ -44,36 +46,43 @@ class Dispatcher:
 
     def __init__(self, service: Service, bus: Bus) -> None:
         """Serve the runs of this bus until `service.stop`."""
+        settings, leases = service.settings, bus.requests.leases
         self._service = service
         self._bus = bus
-        self._catalog = Catalog()
+        self._name = secrets.token_hex(8)
         self._wake = threading.Event()
-        self._paused_until: dict[str, float] = {}
-        self._waiting: dict[str, str] = {}
         self._turn = 0
-        self._nowhere: dict[tuple[str, int], float] = {}
+        self._rest_until: dict[str, float] = {}
         self._crash: BaseException | None = None
+        self._catalog = Catalog()
         self._runs = Isolation(bus)
-        self._flights = Flights(bus, EngineClient(service.settings.engine_timeout_seconds), self._landed)
-        self._reaper = Reaper(bus, self._catalog)
+        self._flights = Flights(bus, EngineClient(settings.engine_timeout_seconds), self._landed, self._crashed)
+        self._spreader = Spreader(bus, settings, self._flights.start)
+        # A renewal comes with each third of a lease, so that a silence of half of one makes none lapse.
+        patience = Patience(wait=leases.longest, silence=settings.reap_seconds + leases.shortest / 2)
+        self._reaper = Reaper(bus, self._catalog, patience)
 
     def run(self) -> None:
-        """Work until the stop event, then drain."""
+        """Work until the stop event, then drain. A crash of any thread ends it as well, and is raised."""
         settings = self._service.settings
-        done = threading.Event()
-        renewer = self._repeat("renew", settings.lease_in_flight_seconds / 3, self._flights.renew, done)
-        reaper = self._repeat("reap", settings.reap_seconds, self._reaper.pass_once, self._service.stop)
-        log.info("dispatching", redis=self._bus.where)
-        while not self._service.stop.is_set():
-            self._guarded(self._tick)
-            self._wake.wait(_TICK_SECONDS)
-            self._wake.clear()
-        self._drain(settings.drain_seconds)
-        done.set()
-        renewer.join()
-        reaper.join()
-        self._catalog.close()
-        self._bus.close()
+        ended = threading.Event()
+        threads = (
+            self._repeat("renew", settings.lease_in_flight_seconds / 3, self._renew, ended),
+            self._repeat("reap", settings.reap_seconds, self._reaper.pass_once, self._service.stop),
+        )
+        log.info("dispatching", redis=self._bus.where, dispatcher=self._name)
+        try:
+            while not self._service.stop.is_set():
+                self._guarded(self._tick)
+                self._pause(_TICK_SECONDS)
+            self._drain(settings.drain_seconds)
+        finally:
+            self._service.stop.set()
+            self._flights.close()
+            ended.set()
+            for thread in threads:
+                thread.join(_END_SECONDS)
+            self._leave()
         if self._crash is not None:
             raise self._crash
 
@@ -81,37 +90,62 @@ class Dispatcher:
         log.info("draining", in_flight=self._flights.count())
         until = time.monotonic() + seconds
         while self._flights.count() and time.monotonic() < until:
-            self._wake.wait(_TICK_SECONDS)
-            self._wake.clear()
-        self._flights.close()
-        log.info("drained")
+            self._pause(_TICK_SECONDS)
+        log.info("drained", in_flight=self._flights.count())
+
+    def _leave(self) -> None:
+        try:
+            self._bus.dispatchers.leave(self._name)
+        except RedisAway as error:
+            log.warning("not signed off; the sign of life lapses by itself", error=str(error))
+        self._catalog.close()
+        self._bus.close()
+
+    def _pause(self, seconds: float) -> None:
+        self._wake.wait(seconds)
+        self._wake.clear()
 
     def _repeat(self, name: str, every: float, work: Callable[[], None], until: threading.Event) -> threading.Thread:
+        """Do the work now, and again and again in a thread of its own."""
+
         def body() -> None:
             try:
+                self._guarded(work)
                 while not until.wait(every):
                     self._guarded(work)
-            except BaseException as error:  # a dead thread must end the process, not leave half of it
-                self._crash = error
-                self._service.stop.set()
-                raise
+            except BaseException as error:  # noqa: BLE001 - the main thread raises it
+                self._crashed(error)
 
         thread = threading.Thread(target=body, name=name, daemon=True)
         thread.start()
         return thread
 
+    def _crashed(self, error: BaseException) -> None:
+        """A thread died: the process ends rather than live on in half."""
+        log.error("a thread died", thread=threading.current_thread().name, error=repr(error))
+        self._crash = self._crash or error
+        self._service.stop.set()
+        self._wake.set()
+
     def _guarded(self, work: Callable[[], None]) -> None:
+        health = self._service.health
         try:
             work()
-            self._service.health.set("redis")
-        except Unavailable as error:
-            self._service.health.set("redis", str(error))
-            log.warning("redis is away", error=str(error))
-            self._service.stop.wait(1.0)
+            health.set("redis")
+        except RedisAway as error:
+            if "redis" not in health.problems():
+                log.warning("Redis is away", error=str(error))
+            health.set("redis", str(error))
+            self._service.stop.wait(_AWAY_SECONDS)
+
+    def _renew(self) -> None:
+        lease = self._bus.requests.leases.in_flight
+        self._bus.dispatchers.beat(self._name, lease)
+        self._flights.renew()
 
     def _landed(self, flight: Flight, answer: Answer) -> None:
         if answer.outcome == "unavailable" or answer.reason == Reason.NO_ROOM:
-            self._paused_until[flight.site] = time.monotonic() + _ENGINE_PAUSE_SECONDS
+            self._rest_until[flight.site] = time.monotonic() + _REST_SECONDS
         self._wake.set()
 
     def _tick(self) -> None:
@@ -119,104 +153,38 @@ class Dispatcher:
         for view in self._runs.views():
             if view.state in ("finished", "cancelled"):
                 self._catalog.forget(view.spec.run)
-                continue
-            self._catalog.serve(view)
+            else:
+                self._catalog.serve(view)
             if view.state == "active":
                 active.append(view)
+            else:
+                self._spreader.forget(view.spec.run)
         sites = self._bus.sites.registered()
+        resting = self._resting({site.site for site in sites})
         self._turn += 1
         for index in range(len(active)):
             # Each tick begins with another run, so that none is starved.
             view = active[(index + self._turn) % len(active)]
-            with self._runs.isolated(view.spec.run), self._catalog.reading(self._bus, view.spec) as inputs:
-                if inputs is not None:
-                    self._feed(view, inputs)
-                    self._spread(view, inputs, sites)
-                    self._say_waiting(view, sites)
+            with self._runs.isolated(view):
+                self._serve(view, sites, resting)
 
-    def _feed(self, view: RunView, inputs: Inputs) -> None:
-        size = feed_size(self._service.settings.window, view.fed, _FEED_BATCH)
-        stop = min(view.cursor + size, view.spec.total)
-        if stop <= view.cursor:
-            return
-        entries = [inputs[ordinal] for ordinal in range(view.cursor, stop)]
-        reasons = ["" if isinstance(entry, Sample) else entry.reason for entry in entries]
-        if self._bus.runs.feed(view.spec.run, view.cursor, reasons) is not None:
-            self._wake.set()
-
-    def _spread(self, view: RunView, inputs: Inputs, sites: Sequence[Site]) -> None:
-        fit = [site for site in sites if not site.unfit_for(view.spec)]
-        for site in fit:
-            if self._paused_until.get(site.site, 0.0) <= time.monotonic():
-                self._fill(site, view, inputs, [_limits(other) for other in fit if other is not site])
-
-    def _fill(self, site: Site, view: RunView, inputs: Inputs, others: Sequence[Limits]) -> None:
-        load = self._bus.sites.load(site)
-        metrics.IN_FLIGHT_TOKENS.labels(site.site).set(load.tokens)
-        free = room(site.caps, load)
-        if free.requests == 0:
-            return
-        run, here = view.spec.run, _limits(site)
-        seen: list[Sample] = []
-
-        def lengths() -> Iterator[int]:
-            for ordinal in self._bus.runs.pending(run, _PEEK):
-                entry = inputs[ordinal]
-                if isinstance(entry, Sample):
-                    seen.append(entry)
-                    yield len(entry.ids)
-
-        chosen: list[tuple[Attempt, Flight]] = []
-        for index, decision in enumerate(choose(lengths(), free, here, others)):
-            sample = seen[index]
-            if decision is Fit.NOWHERE:
-                self._reject_in_time(run, sample)
-            elif decision is Fit.NOW:
-                chosen.append(_attempt(site, here, view, sample))
-            if len(chosen) == _CLAIM_BATCH:
-                break
-        if not chosen:
-            return
-        answers = self._bus.requests.claim(run, site.site, site.boot, [attempt for attempt, _ in chosen])
-        for answer, (_, flight) in zip(answers, chosen, strict=True):
-            if answer == "claimed":
-                self._flights.start(flight, site.max_requests)
-
-    def _reject_in_time(self, run: str, sample: Sample) -> None:
-        """Reject a sample that no site can take, once that has held for a while: a larger site may be restarting."""
-        now = time.monotonic()
-        since = self._nowhere.setdefault((run, sample.ordinal), now)
-        if now - since >= 2 * self._service.settings.site_ttl_seconds:
-            del self._nowhere[run, sample.ordinal]
-            self._bus.requests.reject(run, sample.ordinal, EXCEEDS_ENGINE)
-            log.warning("sample fits no engine", run=run, ordinal=sample.ordinal, tokens=len(sample.ids))
-
-    def _say_waiting(self, view: RunView, sites: Sequence[Site]) -> None:
-        run = view.spec.run
-        if any(not site.unfit_for(view.spec) for site in sites):
-            what = ""
-        elif not sites:
+    def _serve(self, view: RunView, sites: Sequence[Site], resting: frozenset[str]) -> None:
+        problems = {site.site: site.unfit_for(view.spec, view.identity) for site in sites}
+        fit = [site for site in sites if not problems[site.site]]
+        with self._catalog.reading(view.spec) as inputs:
+            if self._spreader.feed(view, inputs):
+                self._wake.set()
+            self._spreader.spread(view, inputs, fit, resting)
+        what = ""
+        if not sites:
             what = "no engine is registered: is a watcher running, and did its canary match?"
-        else:
-            what = "; ".join(f"engine {site.url}: {site.unfit_for(view.spec)}" for site in sites)
-        if self._waiting.get(run) != what or view.waiting_for != what:
-            self._waiting[run] = what
-            self._bus.runs.say_waiting(run, what)
+        elif not fit:
+            what = "; ".join(f"engine {site.url}: {problems[site.site]}" for site in sites)
+        self._runs.say_waiting(view, what)
 
-
-def _limits(site: Site) -> Limits:
-    return Limits(caps=site.caps, context_length=site.context_length, bytes_per_token=site.bytes_per_token)
-
-
-def _attempt(site: Site, limits: Limits, view: RunView, sample: Sample) -> tuple[Attempt, Flight]:
-    nonce = "".join(secrets.choice(NONCE_ALPHABET) for _ in range(NONCE_LENGTH))
-    request = RequestId.make(view.spec.run, sample.ordinal, nonce, sample.ids)
-    attempt = Attempt(
-        ordinal=sample.ordinal,
-        request=str(request),
-        tokens=request.tokens,
-        dump_bytes=dump_bytes(request.tokens, limits),
-        sample=sample.sample,
-        mask=sample.mask,
-    )
-    return attempt, Flight(request=request, site=site.site, url=site.url, token_ids=sample.ids)
+    def _resting(self, registered: set[str]) -> frozenset[str]:
+        """Sites that get nothing for a moment; those that are registered no more are forgotten."""
+        for name in set(self._rest_until) - registered:
+            del self._rest_until[name]
+        now = time.monotonic()
+        return frozenset(name for name, until in self._rest_until.copy().items() if until > now)

@@ -6,18 +6,20 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from headrace import logs, metrics
 from headrace.bus import Bus
 from headrace.bus.values import AttemptKind
-from headrace.errors import Unavailable
+from headrace.errors import RedisAway
+from headrace.generate import Answer
 from headrace.ids import RequestId
-from headrace.verdicts import LOSSES, LOST_REASONS
-from headrace_dispatcher.engines import Answer, EngineClient
+from headrace.verdicts import LOSSES
+from headrace_dispatcher.engines import EngineClient
 
 log = logs.get(__name__)
+
+_ABORT_SECONDS = 3.0  # for all engines together, at the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,27 +33,29 @@ class Flight:
 
 
 class Flights:
-    """Posts claimed requests. Thread-safe; the threads of a site are as many as its requests in flight."""
+    """Posts claimed requests, each in a thread: the sites' limits of requests in flight bound them. Thread-safe."""
 
-    def __init__(self, bus: Bus, client: EngineClient, on_end: Callable[[Flight, Answer], None]) -> None:
-        """`on_end` is told of each answer, after it was reported to the bus."""
+    def __init__(
+        self,
+        bus: Bus,
+        client: EngineClient,
+        on_end: Callable[[Flight, Answer], None],
+        on_crash: Callable[[BaseException], None],
+    ) -> None:
+        """`on_end` is told of each answer, after it was reported to the bus; `on_crash` of what must not happen."""
         self._bus = bus
         self._client = client
         self._on_end = on_end
+        self._on_crash = on_crash
         self._lock = threading.Lock()
         self._live: dict[str, Flight] = {}
         self._unreported: dict[str, tuple[Flight, Answer]] = {}
-        self._pools: dict[str, ThreadPoolExecutor] = {}
 
-    def start(self, flight: Flight, width: int) -> None:
-        """Post in a thread; `width` is the site's limit of requests in flight."""
+    def start(self, flight: Flight) -> None:
+        """Post in a thread, which does not hold the process when it ends: an engine may never answer."""
         with self._lock:
             self._live[str(flight.request)] = flight
-            pool = self._pools.get(flight.site)
-            if pool is None:
-                pool = ThreadPoolExecutor(max_workers=width, thread_name_prefix=f"post-{flight.site}")
-                self._pools[flight.site] = pool
-        pool.submit(self._fly, flight)
+        threading.Thread(target=self._fly, args=(flight,), name=f"post-{flight.site}", daemon=True).start()
 
     def renew(self) -> None:
         """Renew the leases of what is in flight, and report answers that Redis did not take yet."""
@@ -75,12 +79,20 @@ class Flights:
         """Give up what is still in flight: its samples become pending without a burnt attempt."""
         with self._lock:
             left = list(self._live.values())
-            pools = list(self._pools.values())
-        for pool in pools:
-            pool.shutdown(wait=False, cancel_futures=True)
+        # Reported before it is aborted, or the abort's answer would burn the attempt.
+        stopped = Answer(outcome="unavailable", reason="dispatcher_stopped")
         for flight in left:
-            self._report(flight, Answer(outcome="unavailable", reason="dispatcher_stopped"))
-            self._client.abort(flight.url, str(flight.request))
+            if not self._report(flight, stopped):
+                break  # Redis is away: the leases lapse
+        aborts = [
+            threading.Thread(target=self._client.abort, args=(flight.url, str(flight.request)), daemon=True)
+            for flight in left
+        ]
+        until = time.monotonic() + _ABORT_SECONDS
+        for abort in aborts:
+            abort.start()
+        for abort in aborts:
+            abort.join(max(0.0, until - time.monotonic()))
 
     def _fly(self, flight: Flight) -> None:
         began = time.monotonic()
@@ -90,12 +102,14 @@ class Flights:
             metrics.STAGE_SECONDS.labels("request").observe(time.monotonic() - began)
             metrics.REQUESTS.labels(flight.request.run, answer.outcome).inc()
             self._report(flight, answer)
+        except BaseException as error:  # noqa: BLE001 - the main thread raises it: half a process must not live on
+            self._on_crash(error)
         finally:  # whatever happened, the lease is renewed no more
             with self._lock:
                 self._live.pop(str(flight.request), None)
             self._on_end(flight, answer)
 
-    def _report(self, flight: Flight, answer: Answer) -> None:
+    def _report(self, flight: Flight, answer: Answer) -> bool:
         name = str(flight.request)
         try:
             if answer.outcome == "answered":
@@ -105,17 +119,18 @@ class Flights:
                     flight.request, burn=answer.burns, kind=_kind(answer), reason=answer.reason
                 )
                 log.warning("attempt ended", request=name, reason=answer.reason, detail=answer.detail, outcome=outcome)
-        except Unavailable as error:
+        except RedisAway as error:
             # The lease lapses by itself if this process dies before Redis is back.
             log.warning("answer not reported yet", request=name, error=str(error))
             with self._lock:
                 self._unreported[name] = (flight, answer)
-        else:
-            with self._lock:
-                self._unreported.pop(name, None)
+            return False
+        with self._lock:
+            self._unreported.pop(name, None)
+        return True
 
 
 def _kind(answer: Answer) -> AttemptKind:
-    if answer.outcome != "dropped" or answer.reason not in LOST_REASONS:
+    if answer.outcome != "dropped":
         return "error"
     return "loss" if answer.reason in LOSSES else "mismatch"

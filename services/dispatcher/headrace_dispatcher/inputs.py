@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
@@ -107,11 +106,6 @@ class Inputs:
         if not 0 <= ordinal < len(self):
             raise IndexError(f"ordinal {ordinal} of {len(self)} samples")
         return _decode(self._line(ordinal), ordinal, self._folder)
-
-    def iterate(self, start: int = 0, stop: int | None = None) -> Iterator[Sample | RejectedSample]:
-        """The entries of the ordinals from `start` up to, without, `stop`."""
-        for ordinal in range(start, len(self) if stop is None else min(stop, len(self))):
-            yield self[ordinal]
 
     def rejected(self) -> Counter[str]:
         """Count the rejected samples by reason; reads every line but decodes only theirs."""

@@ -13,6 +13,7 @@ from typing import IO, Self
 
 from headrace.errors import UsageError
 from headrace.manifest import INPUTS_FOLDER
+from headrace.publish import fsync_folder
 from headrace.runs import RunSpec
 from headrace_dispatcher.inputs import (
     INDEX_FILE,
@@ -38,7 +39,7 @@ class InputsWriter:
         """Make `output` if need be; raises UsageError when it cannot be written."""
         self._output = output
         self._folder = output / f"{TEMPORARY_PREFIX}{secrets.token_hex(4)}"
-        self._made = not output.exists()
+        self._made = [folder for folder in (output, *output.parents) if not folder.exists()]
         self._published = False
         self._total = 0
         self._offset = 0
@@ -49,7 +50,7 @@ class InputsWriter:
             fcntl.flock(self._samples, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._index: IO[bytes] = (self._folder / INDEX_FILE).open("xb")
         except OSError as error:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._remove()
             raise _unwritable(output, error) from error
 
     def __enter__(self) -> Self:
@@ -61,12 +62,14 @@ class InputsWriter:
         for file in (self._samples, self._index):
             with suppress(OSError):  # a full disk again; what must last was flushed before it was published
                 file.close()
-        if self._published:
-            return
+        if not self._published:
+            self._remove()
+
+    def _remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
-        if self._made:
-            with suppress(OSError):  # somebody else uses it by now
-                self._output.rmdir()
+        with suppress(OSError):  # somebody else uses one by now
+            for folder in self._made:
+                folder.rmdir()
 
     def add(self, entry: Sample | RejectedSample) -> None:
         """Append the entry of the next ordinal; raises UsageError when the disk is full."""
@@ -98,7 +101,7 @@ class InputsWriter:
                 file.write(spec.encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-            _fsync_folder(self._folder)
+            fsync_folder(self._folder)
             try:
                 # A folder that holds something is never replaced.
                 self._folder.rename(self._output / INPUTS_FOLDER)
@@ -107,10 +110,10 @@ class InputsWriter:
                     return False
                 raise
             self._published = True
-            _fsync_folder(self._output)
-            if self._made:
-                with suppress(PermissionError):  # a parent may be entered and written but not read
-                    _fsync_folder(self._output.parent)
+            fsync_folder(self._output)
+            with suppress(PermissionError):  # a parent may be entered and written but not read
+                for folder in self._made:
+                    fsync_folder(folder.parent)
         except OSError as error:
             raise _unwritable(self._output, error) from error
         return True
@@ -131,11 +134,3 @@ def remove_stale(output: Path) -> None:
 
 def _unwritable(output: Path, error: OSError) -> UsageError:
     return UsageError(f"{output} cannot be written: {error.strerror}; mend it or choose another output")
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -49,3 +49,22 @@ def choose(lengths: Iterable[int], room: Room, here: Limits, elsewhere: Sequence
             yield Fit.NOW
         else:
             return
+
+
+class Nowhere:
+    """Since when samples fit no site without a break. Times are the caller's seconds."""
+
+    def __init__(self, patience: float) -> None:
+        """A sample is due that fitted no site for so long."""
+        self._patience = patience
+        self._since: dict[str, dict[int, float]] = {}
+
+    def due(self, run: str, seen: Set[int], now: float) -> list[int]:
+        """Take in the ordinals of a run that fit no site now, which are all that count from here on; name those due."""
+        before = self._since.get(run, {})
+        self._since[run] = {ordinal: before.get(ordinal, now) for ordinal in seen}
+        return [ordinal for ordinal, since in self._since[run].items() if now - since >= self._patience]
+
+    def forget(self, run: str) -> None:
+        """Nothing is known about a run any more."""
+        self._since.pop(run, None)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.errors import Conflict, UsageError
 from headrace.manifest import INPUTS_FOLDER
 from headrace.runs import RunSpec
-from headrace_dispatcher.checkpoint import Checkpoint, read_checkpoint
+from headrace_dispatcher.checkpoint import Checkpoint, checkpoint_digest, read_checkpoint
 from headrace_dispatcher.inputs import SPEC_FILE, Inputs, RejectedSample
 from headrace_dispatcher.inputs_writer import TEMPORARY_PREFIX, InputsWriter, remove_stale
 from headrace_dispatcher.normalise import Normaliser
@@ -52,17 +52,18 @@ def prepare(
     end: int | None = None,
     limit: int | None = None,
     resolve_model: Callable[[str], Path | None],
-    known_formats: Collection[str],
+    known_formats: Mapping[str, Collection[str]],
     progress: Progress | None = None,
 ) -> Prepared:
     """Normalise the samples `start` up to, without, `end` of all data files in their order, at most `limit`.
 
     Inputs that are there already and of the same extraction are used as they are. `resolve_model` maps a known
-    model's word to its folder, else to None; `progress` is called with samples done and in all. Memory is one
-    sample, however many there are.
+    model's word to its folder, else to None; `known_formats` has for each format the final states that it can be made
+    from; `progress` is called with samples done and in all. Memory is one sample, however many there are.
 
     Raises:
-        UsageError: the data, the model or the output folder cannot be used, or a data file changed meanwhile.
+        UsageError: the data, the model, the format or the output folder cannot be used, no sample can, or a data
+            file changed meanwhile.
         Conflict: the output folder belongs to another run, another extraction, or not to headrace.
         Unreadable: the inputs that are there are damaged or of a newer schema.
         Unavailable: they cannot be read now.
@@ -79,6 +80,7 @@ def prepare(
         dataset=_dataset_digest(run_file, checkpoint, survey, chosen),
         total=len(chosen),
         model=str(checkpoint.folder),
+        model_digest=checkpoint_digest(checkpoint.folder),
         engine_model=run_file.engine_model,
         boundaries=boundaries,
         final_state=run_file.final_state,
@@ -165,8 +167,8 @@ def _reuse(spec: RunSpec) -> Prepared:
         if differences := spec.differences(inputs.spec):
             parts = "; ".join(differences)
             raise Conflict(f"{output} belongs to another extraction ({parts}); choose another output or its run file")
-        # The folder may have moved, and the attempts are the caller's to change.
-        inputs.spec = replace(inputs.spec, output=spec.output, max_attempts=spec.max_attempts)
+        # The folders may have moved, and the attempts are the caller's to change.
+        inputs.spec = replace(inputs.spec, model=spec.model, output=spec.output, max_attempts=spec.max_attempts)
         return Prepared(spec=spec, inputs=inputs, created=False, rejected=inputs.rejected())
     except BaseException:
         inputs.close()
@@ -178,6 +180,7 @@ def _write(
 ) -> Counter[str] | None:
     """Write the inputs; None when another process published its own meanwhile."""
     rejected: Counter[str] = Counter()
+    first = ""
     position = 0
     with InputsWriter(run_file.output) as writer:
         for path, expected in zip(run_file.data, survey.digests, strict=True):
@@ -187,10 +190,14 @@ def _write(
                     entry = normaliser.normalise(position - chosen.start, path, number, data)
                     if isinstance(entry, RejectedSample):
                         rejected[entry.reason] += 1
+                        first = first or f"{path}:{number}: {entry.reason}: {entry.detail}"
                     writer.add(entry)
                     if progress is not None:
                         progress(position - chosen.start + 1, len(chosen))
                 position += 1
             if digest.hexdigest() != expected:
                 raise UsageError(f"{path} changed while it was read, nothing was written; call again when it rests")
+        if rejected.total() == len(chosen):
+            reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(rejected.items()))
+            raise UsageError(f"not one of {len(chosen)} samples can be used ({reasons}); the first: {first}")
         return rejected if writer.publish(spec) else None

@@ -12,11 +12,13 @@ from pathlib import Path
 from headrace import logs, metrics
 from headrace.bus import Bus
 from headrace.bus.values import DESTINATION_FULL, RunView, Unrecorded
+from headrace.errors import RedisAway
 from headrace.ids import RequestId
 from headrace.messages import Record, RecordJob
 from headrace_dispatcher.catalog import Catalog
-from headrace_dispatcher.inputs import Inputs
+from headrace_dispatcher.inputs import Inputs, Sample
 from headrace_dispatcher.isolation import Isolation
+from headrace_dispatcher.patience import Patience
 from headrace_dispatcher.rebuild import rebuild
 
 log = logs.get(__name__)
@@ -28,32 +30,59 @@ _SPARE = 1 << 20  # bytes that must be free beyond what waits to be stored, befo
 class Reaper:
     """One pass looks at every run and site; passes of several dispatchers do no harm to each other."""
 
-    def __init__(self, bus: Bus, catalog: Catalog) -> None:
-        """Work over this bus."""
+    def __init__(self, bus: Bus, catalog: Catalog, patience: Patience, rebuild_after: float = 30.0) -> None:
+        """Work over this bus. A run that is `rebuilding` for so many seconds was left behind by who began it."""
         self._bus = bus
         self._catalog = catalog
+        self._patience = patience
+        self._rebuild_after = rebuild_after
         self._runs = Isolation(bus)
         self._server = ""
         self._probed: dict[str, float] = {}
+        self._rebuilding: dict[str, float] = {}
+        self._shown: set[str] = set()
 
     def pass_once(self) -> None:
         """Do what is due.
 
         Raises:
-            Unavailable: Redis is away; the next pass does it.
+            RedisAway: the next pass does it, and is patient with leases.
         """
-        self._notice_another_server()
+        try:
+            self._pass()
+        except RedisAway:
+            self._patience = self._patience.lost()
+            raise
+
+    def _pass(self) -> None:
+        server, now = self._bus.server_clock()
+        self._patience = self._patience.begun(server, now)
+        self._bring_back(server)
+        shown, rebuilding = set[str](), dict[str, float]()
         for view in self._runs.views():
-            with self._runs.isolated(view.spec.run):
+            run = view.spec.run
+            with self._runs.isolated(view):
                 self._run(view)
+            if view.state not in ("finished", "cancelled"):
+                metrics.QUEUE_DEPTH.labels(f"pending-{run}").set(view.pending)
+                shown.add(run)
+            if view.state == "rebuilding":
+                rebuilding[run] = self._rebuilding.get(run, time.monotonic())
+        for run in self._shown - shown:
+            metrics.QUEUE_DEPTH.remove(f"pending-{run}")
+        self._shown, self._rebuilding = shown, rebuilding
         for site in self._bus.sites.names():
             self._site(site)
+        self._patience = self._patience.ended(self._bus.server_clock()[1])
 
-    def _notice_another_server(self) -> None:
-        server = self._bus.server_run_id()
-        if self._server and server != self._server:
-            for view in self._catalog.served():
-                with self._runs.isolated(view.spec.run):
+    def _bring_back(self, server: str) -> None:
+        """Rebuild the runs that Redis may have set back, or lost: all that are served, where it is another server."""
+        another = self._server not in ("", server)
+        served = self._catalog.served()
+        names = self._bus.runs.names()
+        for view in served:
+            if another or view.spec.run not in names:
+                with self._runs.isolated(view):
                     self._rebuild(view)
         self._server = server
 
@@ -62,14 +91,17 @@ class Reaper:
         known = self._bus.runs.get(run)
         if known is not None and known.state == "cancelled":
             return
-        learnt = rebuild(self._bus, view.spec)
+        learnt = rebuild(self._bus, view.spec, same_folder=True)
         if known is None and view.state == "paused":
             self._bus.runs.pause(run, view.reason)
-        log.warning("redis restarted: run brought up to its manifest", run=run, learnt=learnt)
+        log.warning("run brought up to its manifest", run=run, learnt=learnt)
 
     def _run(self, view: RunView) -> None:
         run = view.spec.run
-        ended, records = self._bus.requests.reap_run(run)
+        began = self._rebuilding.get(run)
+        if view.state == "rebuilding" and began is not None and time.monotonic() - began >= self._rebuild_after:
+            self._rebuild(view)
+        ended, records = self._bus.requests.reap_run(run, self._patience.lapsed_before)
         for entry in ended:
             log.warning("attempt lapsed", request=entry.request, outcome=entry.outcome, reason=entry.reason)
         if records:
@@ -79,13 +111,12 @@ class Reaper:
             self._bus.runs.activate(run)
         if view.state == "active":
             self._bus.runs.mark_rate(run)
-        metrics.QUEUE_DEPTH.labels(f"pending-{run}").set(view.pending)
 
     def _record(self, view: RunView, records: list[Unrecorded]) -> None:
         sites = self._bus.sites.registered()
-        with self._catalog.reading(self._bus, view.spec) as inputs:
-            if not sites or inputs is None:
-                return  # the lease of the records lapses, and the next pass finds them again
+        if not sites:
+            return  # the lease of the records lapses, and a later pass finds them again
+        with self._catalog.reading(view.spec) as inputs:
             job = RecordJob(run=view.spec.run, records=tuple(_record(inputs, entry) for entry in records))
         site = secrets.choice(sites).site
         self._bus.jobs.queue_record(site, job, f"record-{job.run}-{secrets.token_hex(8)}")
@@ -111,7 +142,7 @@ class Reaper:
         return True
 
     def _site(self, name: str) -> None:
-        ended, jobs = self._bus.requests.reap_site(name)
+        ended, jobs = self._bus.requests.reap_site(name, self._patience.lapsed_before)
         for request in ended:
             log.warning("captured dump is gone", request=request, site=name)
         for job in jobs:
@@ -124,6 +155,8 @@ class Reaper:
 def _record(inputs: Inputs, entry: Unrecorded) -> Record:
     sample = inputs[entry.ordinal]
     tokens = RequestId.parse(entry.request).tokens if entry.request else 0
+    # With its request, the mask proves a row that may be there all the same.
+    mask = sample.mask if isinstance(sample, Sample) and entry.status == "failed" and entry.request else ()
     return Record(
         ordinal=entry.ordinal,
         sample=sample.sample,
@@ -131,4 +164,5 @@ def _record(inputs: Inputs, entry: Unrecorded) -> Record:
         reason=entry.reason,
         request=entry.request,
         tokens=tokens,
+        mask=mask,
     )

@@ -7,25 +7,56 @@ from pathlib import Path
 
 from headrace import logs
 from headrace.bus import Bus
-from headrace.errors import Conflict
+from headrace.errors import Conflict, Unavailable
 from headrace.manifest import Damage, Line, ManifestReader, read_dataset
 from headrace.runs import RunSpec
 
 log = logs.get(__name__)
 
 
-def rebuild(bus: Bus, spec: RunSpec) -> int:
+def rebuild(bus: Bus, spec: RunSpec, *, same_folder: bool = False) -> int:
     """Create the run if Redis does not know it, and mark every sample that has a manifest line.
 
-    The manifest is ahead of Redis or level with it, never behind. Returns how many samples Redis learnt of.
+    The manifest is ahead of Redis or level with it, never behind: a folder that is behind was emptied, or is another
+    one than before. `same_folder`: the spec is what Redis said, so that it cannot be; a shared filesystem may only
+    show lines late. Returns how many samples Redis learnt of.
 
     Raises:
-        Conflict: Redis knows another extraction under this name.
+        Conflict: Redis knows another extraction under this name, or more lines of this one than its folder has.
+        Unreadable: `headrace.json` is damaged, or of a newer schema.
+        Unavailable: the folder cannot be read now.
     """
-    if bus.runs.create(spec) == "other":
-        known = bus.runs.spec(spec.run)
-        differences = "; ".join(spec.differences(known)) if known else "it was removed just now"
-        raise Conflict(f"run {spec.run!r} is another extraction in Redis ({differences}); choose another name")
+    try:
+        if not same_folder:
+            _refuse_another_folder(bus, spec)
+        if bus.runs.create(spec) == "other":
+            known = bus.runs.spec(spec.run)
+            differences = "; ".join(spec.differences(known)) if known else "it was removed just now"
+            raise Conflict(f"run {spec.run!r} is another extraction in Redis ({differences}); choose another name")
+        return _learn(bus, spec)
+    except OSError as error:
+        raise Unavailable(f"{spec.output}: {error}; make it readable") from error
+
+
+def _refuse_another_folder(bus: Bus, spec: RunSpec) -> None:
+    """A run may go on in a folder that was moved, and not in an empty one: its rows would be in two places."""
+    known = bus.runs.get(spec.run)
+    if known is None or known.spec.digest != spec.digest:
+        return
+    there = known.spec.total - known.open
+    seen = bytearray(spec.total)
+    for line in _lines(Path(spec.output)):
+        if 0 <= line.ordinal < spec.total:
+            seen[line.ordinal] = 1
+    here = sum(seen)
+    if there > here:
+        raise Conflict(
+            f"run {spec.run!r} has lines of {there} samples in {known.spec.output}, but {spec.output} has those of "
+            f"{here}: give the first as its output, move or restore its content, or choose another name"
+        )
+
+
+def _learn(bus: Bus, spec: RunSpec) -> int:
     output = Path(spec.output)
     dataset = read_dataset(output)
     if dataset is not None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
-import itertools
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from headrace.boundaries import check_ascending, resolve_boundaries
 from headrace.errors import UsageError
+from headrace.hints import did_you_mean
 from headrace.ids import check_run_name
 
 MaskRule = Literal["assistant", "last_assistant", "all"]
@@ -75,30 +75,32 @@ class RunFile:
         known = resolve_model(self.model)
         return _absolute(self.path.parent, self.model) if known is None else known.resolve()
 
-    def check_format(self, known_formats: Collection[str]) -> str:
-        """Return the format's name; raises UsageError for one that is not known."""
-        if self.format not in known_formats:
-            names = ", ".join(sorted(known_formats))
-            hint = _nearest(self.format, known_formats)
-            raise UsageError(f"{self.path}: run.format = {self.format!r} is no known format{hint}; known are {names}")
+    def check_format(self, known_formats: Mapping[str, Collection[str]]) -> str:
+        """Return the format's name; `known_formats` has for each the final states that it can be made from.
+
+        Raises:
+            UsageError: the format is not known, or cannot be made from the run's final state.
+        """
+        takes = known_formats.get(self.format)
+        where = f"{self.path}: run.format = {self.format!r}"
+        if takes is None:
+            hint = did_you_mean(self.format, known_formats)
+            raise UsageError(f"{where} is no known format{hint}; known are {', '.join(sorted(known_formats))}")
+        if self.final_state not in takes:
+            needs = " or ".join(map(repr, sorted(takes)))
+            raise UsageError(f"{where} is made from {needs}; set run.final_state to it, not {self.final_state!r}")
         return self.format
 
     def resolve_boundaries(self, layers: int) -> tuple[int, ...]:
-        """The boundaries for a model of `layers` decoder layers; `eagle3` is 2, L//2, L-3, as SGLang's default.
+        """The boundaries for a model of `layers` decoder layers.
 
         Raises:
-            UsageError: one is below 0 or above `layers`, or they do not ascend.
+            UsageError: the model does not have them.
         """
-        asked = self.boundaries
-        if isinstance(asked, str):
-            if not 2 < layers // 2 < layers - 3:
-                problem = f"{asked!r}: the model has only {layers} layers; give a list of boundaries"
-                raise UsageError(f"{self.path}: run.boundaries = {problem}")
-            return 2, layers // 2, layers - 3
-        if outside := [b for b in asked if not 0 <= b <= layers]:
-            problem = f"{list(asked)}: {outside[0]} is outside 0 to {layers}, the model's layers; mend the list"
-            raise UsageError(f"{self.path}: run.boundaries = {problem}")
-        return asked
+        try:
+            return resolve_boundaries(self.boundaries, layers)
+        except UsageError as error:
+            raise UsageError(f"{self.path}: {error}") from error
 
 
 def load_run_file(path: Path) -> RunFile:
@@ -113,7 +115,8 @@ def load_run_file(path: Path) -> RunFile:
     try:
         run = _Table.model_validate(table)
         check_run_name(run.name)
-        boundaries = run.boundaries if isinstance(run.boundaries, str) else _ascending(run.boundaries)
+        if not isinstance(run.boundaries, str):
+            check_ascending(run.boundaries)
     except ValidationError as error:
         raise UsageError(f"{path}: {'; '.join(_faults(error, table))}") from error
     except UsageError as error:
@@ -126,7 +129,7 @@ def load_run_file(path: Path) -> RunFile:
         output=_absolute(path.parent, run.output),
         model=run.model,
         engine_model=run.model if run.engine_model is None else run.engine_model,
-        boundaries=boundaries,
+        boundaries=run.boundaries if isinstance(run.boundaries, str) else tuple(run.boundaries),
         final_state=run.final_state,
         format=run.format,
         max_length=run.max_length,
@@ -149,7 +152,7 @@ def _read_table(path: Path) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise UsageError(f"{path}: no [run] table; put the keys of the run below a line [run]")
     if extra := sorted(set(document) - {"run"}):
-        hint = _nearest(extra[0], _Table.model_fields)
+        hint = did_you_mean(extra[0], _Table.model_fields)
         raise UsageError(f"{path}: {extra[0]!r} is outside the [run] table{hint}; move or remove it")
     return table
 
@@ -163,24 +166,13 @@ def _faults(error: ValidationError, table: dict[str, Any]) -> Iterable[str]:
             continue
         seen.add(key)
         if fault["type"] == "extra_forbidden":
-            yield f"run.{key} is an unknown key{_nearest(key, _Table.model_fields)}"
+            yield f"run.{key} is an unknown key{did_you_mean(key, _Table.model_fields)}"
             continue
         help_text = _Table.model_fields[key].description
         if fault["type"] == "missing":
             yield f"run.{key} is missing: give {help_text}"
         else:
             yield f"run.{key} = {str(table[key])[:80]!r}: give {help_text}"
-
-
-def _ascending(boundaries: Sequence[int]) -> tuple[int, ...]:
-    if boundaries[0] < 0 or any(low >= high for low, high in itertools.pairwise(boundaries)):
-        raise UsageError(f"run.boundaries = {list(boundaries)}: give ascending boundaries from 0, none twice")
-    return tuple(boundaries)
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _absolute(base: Path, text: str) -> Path:

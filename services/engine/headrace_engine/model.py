@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache
 
+from headrace.boundaries import EAGLE3, resolve_boundaries
 from headrace.dumps import PRE_NORM
 from headrace.errors import UsageError
 
-EAGLE3 = "eagle3"
 _FINAL = -1  # no boundary: the final state's place among what was seen
 
 
@@ -37,28 +37,19 @@ def quiet() -> None:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def resolve_boundaries(wanted: str, layers: int) -> tuple[int, ...]:
-    """Resolve `eagle3` or a list such as `2,15,27` for a model of `layers` decoder layers.
-
-    Boundary b is the residual stream entering layer b; b = `layers` is the input of the final norm. `eagle3` is
-    2, L//2, L-3, SGLang's default.
+def read_boundaries(wanted: str, layers: int) -> tuple[int, ...]:
+    """Read `eagle3` or a list such as `2,15,27`, as an option has it, for a model of `layers` decoder layers.
 
     Raises:
-        UsageError: not ascending numbers in [0, layers].
+        UsageError: not numbers, or not what `resolve_boundaries` takes.
     """
     if wanted == EAGLE3:
-        numbers = [2, layers // 2, layers - 3]
-    else:
-        try:
-            numbers = [int(part) for part in wanted.split(",")]
-        except ValueError:
-            raise UsageError(f"boundaries {wanted!r}: write {EAGLE3}, or numbers such as 2,15,27") from None
-    ascending = all(low < high for low, high in pairwise(numbers))
-    if not ascending or numbers[0] < 0 or numbers[-1] > layers:
-        raise UsageError(
-            f"boundaries {','.join(map(str, numbers))}: they must ascend and lie in 0 to {layers}, the model's layers"
-        )
-    return tuple(numbers)
+        return resolve_boundaries(wanted, layers)
+    try:
+        numbers = [int(part) for part in wanted.split(",")]
+    except ValueError:
+        raise UsageError(f"boundaries {wanted!r}: write {EAGLE3}, or numbers such as 2,15,27") from None
+    return resolve_boundaries(numbers, layers)
 
 
 class TargetModel:
@@ -73,12 +64,16 @@ class TargetModel:
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
             # Checked before the weights are read, which takes the longest.
-            self.boundaries = resolve_boundaries(boundaries, int(config.num_hidden_layers))
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                folder, config=config, dtype=getattr(torch, dtype), local_files_only=True
+            self.boundaries = read_boundaries(boundaries, int(config.num_hidden_layers))
+            answer: Any = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
             )
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+            model, loaded = answer
+        except (OSError, ValueError, KeyError, AttributeError, RuntimeError, SafetensorError) as error:
             raise UsageError(f"the model in {folder} cannot be loaded: {_first_line(error)}") from error
+        if loaded["missing_keys"]:  # transformers would have made them up
+            some = ", ".join(sorted(loaded["missing_keys"])[:3])
+            raise UsageError(f"the model in {folder} lacks weights: {some}; is the checkpoint whole?")
         self._model = model.eval()
         self._decoder, self._norm = _parts(model)
         self.config = config

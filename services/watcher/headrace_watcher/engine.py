@@ -10,7 +10,12 @@ from typing import Any, Self
 
 import requests
 
+from headrace import logs
+from headrace.generate import HEADERS, encode_body, read_answer
 from headrace.ids import RequestId
+from headrace_watcher.canary import explain
+
+log = logs.get(__name__)
 
 HEALTH_TIMEOUT = 10.0
 INFO_TIMEOUT = 10.0
@@ -90,7 +95,10 @@ class EngineClient:
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            self._answers.put(work())
+            try:
+                self._answers.put(work())
+            except Exception:  # without this thread, no engine would be seen again, and nothing would say so
+                log.exception("asking the engine")
             self._wake.set()
         self._session.close()
 
@@ -115,20 +123,18 @@ class EngineClient:
         return Limits(longest_prompt=None)
 
     def _post(self, request: RequestId, token_ids: tuple[int, ...], timeout: float) -> Posted:
-        body = {
-            "input_ids": list(token_ids),
-            "rid": str(request),
-            "extra_key": str(request),
-            "sampling_params": {"max_new_tokens": 0, "temperature": 0},
-        }
+        url, body = f"{self._url}/generate", encode_body(str(request), token_ids)
         try:
-            response = self._session.post(f"{self._url}/generate", json=body, timeout=timeout)
+            response = self._session.post(url, data=body, headers=HEADERS, timeout=timeout)
         except requests.RequestException as error:
-            return Posted(request=request, problem=f"POST {self._url}/generate: {_short(error)}")
-        if response.status_code != 200:
-            said = f"{response.status_code}: {response.text[:200]}"
-            return Posted(request=request, problem=f"{self._url}/generate answered the canary with {said}")
-        return Posted(request=request, problem="")
+            return Posted(request=request, problem=f"POST {url}: {_short(error)}")
+        answer = read_answer(response.status_code, response.content)
+        problem = ""
+        if answer.outcome == "dropped":
+            problem = explain(answer.reason, answer.detail)
+        elif answer.outcome != "answered":
+            problem = f"{url} answered the canary with {answer.reason}: {answer.detail}"
+        return Posted(request=request, problem=problem)
 
 
 def longest_prompt(table: Any) -> int | None:

@@ -18,6 +18,7 @@ import xxhash
 
 from headrace.dumps import CHECKSUM_PREFIX
 from headrace.errors import Conflict, Unavailable
+from headrace.publish import fsync_folder
 
 SCRATCH_FOLDER = ".tmp"
 QUARANTINE_FOLDER = ".quarantine"
@@ -49,15 +50,6 @@ def guard(place: Path) -> Iterator[None]:
             raise DestinationFull(f"{place}: {error.strerror}; free some room there") from error
         hint = "the destination must be mounted, writable, and know hard links and locks"
         raise Unavailable(f"{place}: {error.strerror or error}; {hint}") from error
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make the entries of `folder` last."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def file_checksum(data: bytes | memoryview) -> str:

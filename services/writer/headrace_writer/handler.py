@@ -16,19 +16,24 @@ from headrace import logs, metrics
 from headrace.bus import Bus
 from headrace.bus.values import DESTINATION_FULL
 from headrace.dumps import DUMP_SUFFIX
-from headrace.errors import Conflict, Unavailable, Unreadable, UsageError
+from headrace.errors import Conflict, HeadraceError, Unavailable, Unreadable, UsageError
 from headrace.ids import RequestId
 from headrace.messages import Job, RecordJob, StoreJob
 from headrace.quarantine import Quarantine
 from headrace.runs import RunSpec
 from headrace.settings import Settings
-from headrace.verdicts import Refusal
+from headrace.verdicts import LOSSES, Reason, Refusal
 from headrace_writer.destination import DestinationFull
+from headrace_writer.manifest import ManifestIndex
 from headrace_writer.store import DumpGone, Refused, Store, Stored, finish
 
 log = logs.get(__name__)
 
 _OPEN_RUNS = 8
+# How often a sample's jobs may raise what is neither a folder's nor Redis's fault before its attempt ends. The job's k
+# will not do: it also counts jobs of a destination that was full for hours, and of writers that were killed.
+_MOST_RAISED = 10
+_MOST_REMEMBERED = 1000
 
 
 class Handler:
@@ -42,6 +47,8 @@ class Handler:
         self._writer = writer
         self._quarantine = Quarantine(settings.quarantine_dir, settings.quarantine_bytes)
         self._stores: OrderedDict[str, tuple[RunSpec, Store]] = OrderedDict()
+        self._indexes: OrderedDict[str, tuple[RunSpec, ManifestIndex]] = OrderedDict()
+        self._raised: OrderedDict[str, int] = OrderedDict()
 
     def __call__(self, job: Job) -> None:
         """Run one job; raises what RQ shall show as a failed job. The storing lease brings the job again."""
@@ -53,8 +60,8 @@ class Handler:
 
     def close(self) -> None:
         """Close the datasets."""
-        for _, store in self._stores.values():
-            store.close()
+        for run in list(self._stores):
+            self._close(run)
 
     def _store_job(self, job: StoreJob) -> None:
         request = job.id
@@ -69,8 +76,19 @@ class Handler:
             log.warning("no such run", run=request.run)
             return
         began = time.monotonic()
-        with self._minding(request.run), self._renewing(request, job.job):
-            outcome = self._store(spec).store(job, path, datetime.now(UTC))
+        try:
+            with self._minding(request.run), self._renewing(request, job.job):
+                outcome = self._store(spec).store(job, path, datetime.now(UTC))
+        except HeadraceError:
+            raise
+        except Exception as error:  # a job that raises the same whenever it comes must have an end
+            if not self._raised_too_often(request):
+                raise
+            log.exception("storage raised again and again")
+            detail = f"storage raised {_MOST_RAISED} times, the last time {type(error).__name__}: {error}"
+            self._give_up(request, path, Refusal(reason=Reason.INTERNAL, detail=detail))
+            return
+        self._raised.pop(job.request, None)
         if isinstance(outcome, Stored):
             new = self._bus.requests.stored(request, self._site, outcome.line.bytes) == "stored"
             finish(path)
@@ -78,18 +96,33 @@ class Handler:
                 _count(request, outcome.line.bytes, time.monotonic() - began)
             log.info("stored", ordinal=request.ordinal, adopted=outcome.adopted, already=outcome.already)
         elif isinstance(outcome, Refused):
-            self._refuse(request, path, outcome.refusal)
+            self._give_up(request, path, outcome.refusal)
         else:
             assert isinstance(outcome, DumpGone)
             log.warning("the dump is gone; its captured lease will lapse")
 
-    def _refuse(self, request: RequestId, path: Path, refusal: Refusal) -> None:
+    def _give_up(self, request: RequestId, path: Path, refusal: Refusal) -> None:
         """The dump leaves the folder before the attempt ends, or the watcher would capture it again."""
+        lost = refusal.reason in LOSSES
         self._quarantine.take(path, request, refusal, self._site)
-        self._bus.requests.end(request, burn=True, kind="mismatch", reason=refusal.reason)
+        self._bus.requests.end(request, burn=True, kind="loss" if lost else "mismatch", reason=refusal.reason)
         metrics.see_run(request.run)
-        metrics.MATCH_FAILURES.labels(request.run, refusal.reason).inc()
+        if lost:
+            metrics.LOSSES_TOTAL.labels(refusal.reason).inc()
+        else:
+            metrics.MATCH_FAILURES.labels(request.run, refusal.reason).inc()
         log.warning("refused by the writer", reason=refusal.reason, detail=refusal.detail)
+
+    def _raised_too_often(self, request: RequestId) -> bool:
+        """Count one job that raised; only the requests that raised last are remembered."""
+        name = str(request)
+        count = self._raised.pop(name, 0) + 1
+        if count >= _MOST_RAISED:
+            return True
+        self._raised[name] = count
+        if len(self._raised) > _MOST_REMEMBERED:
+            self._raised.popitem(last=False)
+        return False
 
     def _record_job(self, job: RecordJob) -> None:
         spec = self._bus.runs.spec(job.run)
@@ -105,14 +138,28 @@ class Handler:
         """The run's open dataset; the least recently used one is closed when there are many."""
         known = self._stores.get(spec.run)
         if known is not None and known[0] != spec:
-            self._stores.pop(spec.run)[1].close()
+            self._close(spec.run)
             known = None
         if known is None:
             metrics.see_run(spec.run)
-            known = self._stores[spec.run] = (spec, Store(Path(spec.output), spec, self._writer))
+            index = self._index(spec)
+            known = self._stores[spec.run] = (spec, Store(Path(spec.output), spec, self._writer, index))
             if len(self._stores) > _OPEN_RUNS:
-                self._stores.popitem(last=False)[1][1].close()
+                self._close(next(iter(self._stores)))
         self._stores.move_to_end(spec.run)
+        return known[1]
+
+    def _close(self, run: str) -> None:
+        self._stores.pop(run)[1].close()
+
+    def _index(self, spec: RunSpec) -> ManifestIndex:
+        """What is known of the run's manifest; it outlives a store that is closed because its folder is away."""
+        known = self._indexes.get(spec.run)
+        if known is None or known[0] != spec:
+            known = self._indexes[spec.run] = (spec, ManifestIndex(Path(spec.output), spec.total))
+            if len(self._indexes) > _OPEN_RUNS:
+                self._indexes.popitem(last=False)
+        self._indexes.move_to_end(spec.run)
         return known[1]
 
     @contextmanager
@@ -126,7 +173,7 @@ class Handler:
             raise
         except Unavailable:
             if run in self._stores:  # its folder may have been replaced: the next job opens it anew
-                self._stores.pop(run)[1].close()
+                self._close(run)
             raise
         except (Conflict, UsageError, Unreadable) as error:
             self._bus.runs.pause(run, str(error))
@@ -142,8 +189,8 @@ class Handler:
             while not done.wait(self._bus.requests.leases.storing / 3):
                 try:
                     self._bus.requests.begin_store(request, job, self._site)
-                except Unavailable as error:
-                    log.warning("storing lease not renewed", error=str(error))
+                except Exception as error:  # noqa: BLE001 - whatever it is, the next renewal may succeed
+                    log.warning("storing lease not renewed", error=f"{type(error).__name__}: {error}")
 
         thread = threading.Thread(target=renew, name="lease", daemon=True)
         thread.start()

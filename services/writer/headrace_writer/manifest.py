@@ -8,7 +8,8 @@ from collections.abc import Set
 from pathlib import Path
 
 from headrace.manifest import MANIFEST_FOLDER, SEGMENT_SUFFIX, STATUSES, Damage, Line, ManifestReader, Status
-from headrace_writer.destination import DestinationFull, fsync_folder, guard
+from headrace.publish import fsync_folder
+from headrace_writer.destination import DestinationFull, guard
 
 
 class ManifestWriter:
@@ -92,6 +93,7 @@ class ManifestIndex:
         self._folder = folder
         self._reader = ManifestReader(folder)
         self._seen = bytearray(total)
+        self._lasting: dict[str, int] = {}
 
     def refresh(self) -> None:
         """Take in the lines that any writer completed since the last call; damaged ones count as absent."""
@@ -119,3 +121,22 @@ class ManifestIndex:
                 if not isinstance(line, Damage) and line.ordinal in ordinals:
                     found.setdefault(line.ordinal, []).append(line)
         return found
+
+    def make_last(self) -> None:
+        """Make every line last that is there: the writer that appended one may have died before it did so itself.
+
+        Raises:
+            DestinationFull, Unavailable: what was found may be lost with the machine: look again later.
+        """
+        folder = self._folder / MANIFEST_FOLDER
+        with guard(folder):
+            for path in folder.glob(f"*{SEGMENT_SUFFIX}"):
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    size = os.fstat(descriptor).st_size
+                    if self._lasting.get(path.name) != size:
+                        os.fsync(descriptor)
+                        self._lasting[path.name] = size
+                finally:
+                    os.close(descriptor)
+            fsync_folder(folder)

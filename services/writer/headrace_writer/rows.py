@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 
@@ -14,10 +14,9 @@ from headrace.dumpfolder import open_nofollow
 from headrace.errors import InvalidId, Unavailable, Unreadable
 from headrace.ids import RequestId
 from headrace.masks import decode_mask
-from headrace.messages import StoreJob
 from headrace.verdicts import Requirement
 from headrace_writer.destination import Destination, file_checksum, guard
-from headrace_writer.formats.base import STATE_DTYPES, Format, Origin, Row, RowSource, States
+from headrace_writer.formats.base import STATE_DTYPES, Format, Origin, Row, RowSource, States, map_row
 
 SCAN_BYTES = 4 << 20
 
@@ -35,6 +34,15 @@ class StoredRow:
     request: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Due:
+    """Whose row belongs into a place: `request` is any attempt of the sample, `mask` its loss mask as run lengths."""
+
+    request: RequestId
+    sample: str
+    mask: tuple[int, ...]
+
+
 def publish_row(destination: Destination, form: Format, source: RowSource) -> StoredRow | None:
     """Publish a row; None when its place is taken.
 
@@ -48,7 +56,7 @@ def publish_row(destination: Destination, form: Format, source: RowSource) -> St
     return StoredRow(path=path, size=published.size, checksum=published.checksum, request=str(source.request))
 
 
-def adopt_row(destination: Destination, form: Format, job: StoreJob, requirement: Requirement) -> StoredRow | None:
+def adopt_row(destination: Destination, form: Format, due: Due, requirement: Requirement) -> StoredRow | None:
     """Verify a row that is there and make it last; a wrong one goes to quarantine.
 
     Returns:
@@ -57,47 +65,43 @@ def adopt_row(destination: Destination, form: Format, job: StoreJob, requirement
     Raises:
         DestinationFull, Unavailable: the folder cannot be used now.
     """
-    path = form.path(job.id.ordinal)
+    path = form.path(due.request.ordinal)
     place = destination.folder / path
     with guard(place):
         try:
             found = place.lstat()
-            row = _read(place, found, form)
-            checksum = file_checksum(_map(place))
+            if stat.S_ISREG(found.st_mode):
+                # Opened once: size, checksum and content are those of one file, whatever comes to its place.
+                with _open(place) as file:
+                    found, data = os.fstat(file.fileno()), map_row(file)
+                row = form.parse(place.name, data)
+                problem = unsound(row, due, requirement)
+            else:
+                problem = "not a regular file"
         except FileNotFoundError:
             return None
         except Unreadable as error:
-            problem: str | None = str(error)
-        else:
-            problem = unsound(row, job, requirement)
+            problem = str(error)
     if problem is not None:
-        destination.quarantine(path, found, {"request": job.request, "sample": job.sample, "problem": problem})
+        note = {"request": str(due.request), "sample": due.sample, "problem": problem}
+        destination.quarantine(path, found, note)
         return None
     destination.make_entry_last(path)
-    request = row.origin.request if row.origin else job.request
-    return StoredRow(path=path, size=found.st_size, checksum=checksum, request=request)
+    request = row.origin.request if row.origin else str(due.request)
+    return StoredRow(path=path, size=found.st_size, checksum=file_checksum(data), request=request)
 
 
-def _read(place: Path, found: os.stat_result, form: Format) -> Row:
-    if not stat.S_ISREG(found.st_mode):
-        raise Unreadable("not a regular file")
+def _open(place: Path) -> Any:
     try:
-        return form.read(place)
+        return open_nofollow(place)
     except Unreadable as error:
         # A regular file that cannot be opened says nothing of its content.
-        if isinstance(error.__cause__, OSError):
-            raise Unavailable(f"{place} cannot be read: {error}; see its permissions") from error
-        raise
+        raise Unavailable(f"{place} cannot be read: {error}; see its permissions") from error
 
 
-def _map(place: Path) -> memoryview:
-    with open_nofollow(place) as file:
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-
-
-def unsound(row: Row, job: StoreJob, requirement: Requirement) -> str | None:
+def unsound(row: Row, due: Due, requirement: Requirement) -> str | None:
     """Say what is wrong with a row, going by its own content and never by a dump: bf16 differs between batches."""
-    request = job.id
+    request = due.request
     aux, final = row.aux.info, row.final.info
     shapes = (
         (request.tokens, len(requirement.boundaries) * requirement.hidden_size),
@@ -105,21 +109,21 @@ def unsound(row: Row, job: StoreJob, requirement: Requirement) -> str | None:
     )
     if not request.proves(row.token_ids):
         return f"its {len(row.token_ids) // 8} token ids are not the sample's {request.tokens}"
-    if row.loss_mask != decode_mask(job.mask):
+    if row.loss_mask != decode_mask(due.mask):
         return "its loss mask is not the sample's"
     if (aux.shape, final.shape) != shapes:
         return f"aux {aux.shape}, final {final.shape}, expected {shapes}"
     if aux.dtype != final.dtype or aux.dtype not in STATE_DTYPES:
         return f"aux is {aux.dtype}, final is {final.dtype}"
     return (
-        (row.origin and _foreign(row.origin, job, requirement))
+        (row.origin and _foreign(row.origin, due, requirement))
         or _bad_values("aux", row.aux, requirement.hidden_size)
         or _bad_values("final", row.final, requirement.hidden_size)
     )
 
 
-def _foreign(origin: Origin, job: StoreJob, requirement: Requirement) -> str | None:
-    request, identity = job.id, requirement.identity
+def _foreign(origin: Origin, due: Due, requirement: Requirement) -> str | None:
+    request, identity = due.request, requirement.identity
     try:
         own = RequestId.parse(origin.request)
     except InvalidId as error:
@@ -127,7 +131,7 @@ def _foreign(origin: Origin, job: StoreJob, requirement: Requirement) -> str | N
     pairs = [
         ("run", origin.run, request.run),
         ("ordinal", origin.ordinal, request.ordinal),
-        ("sample", origin.sample, job.sample),
+        ("sample", origin.sample, due.sample),
         ("request", (own.run, own.ordinal, own.digest), (request.run, request.ordinal, request.digest)),
         ("boundaries", origin.boundaries, requirement.boundaries),
         ("final state", origin.final_state, requirement.final_state),

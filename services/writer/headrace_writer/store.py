@@ -11,6 +11,7 @@ from pathlib import Path
 
 from headrace.dumpfolder import read_dump
 from headrace.errors import Unavailable, Unreadable, UsageError
+from headrace.ids import RequestId
 from headrace.manifest import Line
 from headrace.masks import mask_length
 from headrace.messages import Record, StoreJob
@@ -20,7 +21,7 @@ from headrace_writer import formats
 from headrace_writer.dataset import ensure_dataset, find_dataset
 from headrace_writer.destination import Destination, guard
 from headrace_writer.manifest import ManifestIndex, ManifestWriter
-from headrace_writer.rows import StoredRow, adopt_row, publish_row
+from headrace_writer.rows import Due, StoredRow, adopt_row, publish_row
 from headrace_writer.source import open_source
 
 PROOF_BY_IDS = "ids"
@@ -54,8 +55,11 @@ Outcome = Stored | Refused | DumpGone
 class Store:
     """One writer's access to one run's dataset. Several may work on the same ordinal at once."""
 
-    def __init__(self, folder: Path, spec: RunSpec, writer: str) -> None:
+    def __init__(self, folder: Path, spec: RunSpec, writer: str, index: ManifestIndex | None = None) -> None:
         """Open the dataset's folder, made if need be; `writer` names this life of the process.
+
+        `index` is that of an earlier store of this run, which need not read the manifest again. It may say too much or
+        too little of a folder that was replaced: what it says is looked up, and a line that is repeated does no harm.
 
         Raises:
             Conflict: the folder holds another extraction, or a living process has this writer's name.
@@ -68,7 +72,7 @@ class Store:
         find_dataset(folder, spec)
         self._destination = Destination(folder, writer)
         self._manifest = ManifestWriter(folder, writer)
-        self._index = ManifestIndex(folder, spec.total)
+        self._index = ManifestIndex(folder, spec.total) if index is None else index
 
     def close(self) -> None:
         """Close the segment and remove the scratch folder."""
@@ -96,12 +100,12 @@ class Store:
         for _ in range(_ROUNDS):
             adopted = self._from_row(job)
             if isinstance(adopted, StoredRow):
-                return Stored(line=self._append(job, adopted, at), adopted=True)
+                return Stored(line=self._append(_due(job), adopted, at), adopted=True)
             if adopted is not None:
                 return adopted
             made = self._from_dump(job, dump_path)
             if isinstance(made, StoredRow):
-                return Stored(line=self._append(job, made, at))
+                return Stored(line=self._append(_due(job), made, at))
             if made is not None:
                 return made
             # Another writer was first: its row is looked at like any other.
@@ -110,23 +114,28 @@ class Store:
     def record(self, records: Sequence[Record], at: datetime) -> list[Line]:
         """Append the lines of rejected and failed samples that have none yet.
 
+        A failed sample whose row is there is stored: its writer died before the line, and its dump was lost after.
+
         Returns:
             The line that now holds for each sample, once; a stored row's wins over the others.
 
         Raises:
-            UsageError: an ordinal is not one of this run.
+            UsageError: an ordinal or a request is not one of this run.
             Conflict, Unreadable: the folder holds another extraction, or a damaged `headrace.json`.
             DestinationFull, Unavailable: the folder cannot be used now; the same call goes on later.
         """
-        wanted = {entry.ordinal: self._line_without_row(entry, at) for entry in records}
-        for ordinal in wanted:
-            self._check_ordinal(ordinal)
+        wanted = {entry.ordinal: entry for entry in records}
+        for entry in wanted.values():
+            self._check_record(entry)
         find_dataset(self._destination.folder, self._spec)
         self._index.refresh()
         known = {ordinal for ordinal in wanted if self._index.status(ordinal) is not None}
-        held = self._index.find_all(known) if known else {}
-        self._manifest.append(*(line for ordinal, line in wanted.items() if ordinal not in held))
-        return [self._holding(held[ordinal]) if ordinal in held else line for ordinal, line in wanted.items()]
+        found = self._index.find_all(known) if known else {}
+        if found:
+            self._index.make_last()
+        lines = {ordinal: self._recorded(entry, found.get(ordinal, []), at) for ordinal, entry in wanted.items()}
+        self._manifest.append(*(line for ordinal, line in lines.items() if line not in found.get(ordinal, [])))
+        return list(lines.values())
 
     def _check(self, job: StoreJob) -> None:
         if job.id.run != self._spec.run:
@@ -134,6 +143,16 @@ class Store:
         if mask_length(job.mask) != job.id.tokens:
             raise UsageError(f"{job.request}: the mask covers {mask_length(job.mask)} tokens")
         self._check_ordinal(job.id.ordinal)
+
+    def _check_record(self, entry: Record) -> None:
+        self._check_ordinal(entry.ordinal)
+        if not entry.mask:
+            return
+        request = RequestId.parse(entry.request)
+        if (request.run, request.ordinal) != (self._spec.run, entry.ordinal):
+            raise UsageError(f"{entry.request} is not a request of ordinal {entry.ordinal} of run {self._spec.run}")
+        if mask_length(entry.mask) != request.tokens:
+            raise UsageError(f"{entry.request}: the mask covers {mask_length(entry.mask)} tokens")
 
     def _check_ordinal(self, ordinal: int) -> None:
         if not 0 <= ordinal < self._spec.total:
@@ -144,7 +163,10 @@ class Store:
         self._index.refresh()
         if self._index.status(ordinal) != "stored":
             return None
-        return self._matching(self._index.find(ordinal))
+        line = self._matching(self._index.find(ordinal))
+        if line is not None:
+            self._index.make_last()
+        return line
 
     def _matching(self, lines: Sequence[Line]) -> Line | None:
         """Of one sample's lines that which the row's file agrees with."""
@@ -160,18 +182,34 @@ class Store:
         size = found.st_size if stat.S_ISREG(found.st_mode) else None
         return next((line for line in stored if (line.path, line.bytes) == (str(path), size)), None)
 
-    def _holding(self, lines: Sequence[Line]) -> Line:
-        """Of one sample's lines, at least one, that which counts."""
-        stored = [line for line in lines if line.status == "stored"]
-        return self._matching(stored) or (stored or lines)[-1]
+    def _recorded(self, entry: Record, found: Sequence[Line], at: datetime) -> Line:
+        """The line that holds for a sample with these lines: one of them, or a new one."""
+        line = self._matching(found)
+        if line is not None:
+            return line
+        if entry.mask:
+            due = Due(request=RequestId.parse(entry.request), sample=entry.sample, mask=entry.mask)
+            row = self._adopt(due, None)
+            if isinstance(row, StoredRow):
+                return self._line(due, row, at)
+        known = [line for line in found if line.status == "stored"] or found
+        return known[-1] if known else self._line_without_row(entry, at)
 
     def _from_row(self, job: StoreJob) -> StoredRow | Refused | None:
-        """Take over a row that is there; None when there is none, or a wrong one was."""
-        if not os.path.lexists(self._destination.folder / self._form.path(job.id.ordinal)):
+        return self._adopt(_due(job), Identity(engine=job.engine, weight_version=job.weight_version))
+
+    def _adopt(self, due: Due, first: Identity | None) -> StoredRow | Refused | None:
+        """Take over a row that is there; None when there is none, or a wrong one was.
+
+        Where no `headrace.json` says whose rows these are, `first` does; without either no row is taken over.
+        """
+        if not os.path.lexists(self._destination.folder / self._form.path(due.request.ordinal)):
             return None
         # Read after the row was seen: `headrace.json` comes before any row.
-        identity = self._identity(job)
-        row = adopt_row(self._destination, self._form, job, Requirement.of(self._spec, identity))
+        identity = self._identity(first)
+        if identity is None:
+            return None
+        row = adopt_row(self._destination, self._form, due, Requirement.of(self._spec, identity))
         if row is None:
             return None
         dataset = ensure_dataset(self._destination, self._spec, identity)
@@ -181,7 +219,8 @@ class Store:
         """Make the row from the dump; None when the row's place is taken."""
         try:
             dump = read_dump(dump_path)
-            verdict = judge(dump, job.id, Requirement.of(self._spec, self._identity(job)))
+            identity = self._identity(Identity(engine=job.engine, weight_version=job.weight_version))
+            verdict = judge(dump, job.id, Requirement.of(self._spec, identity))
             if isinstance(verdict, Refusal):
                 return Refused(refusal=verdict)
             source = open_source(dump_path, dump, job)
@@ -196,20 +235,23 @@ class Store:
             return Refused(refusal=dataset)
         return publish_row(self._destination, self._form, source)
 
-    def _identity(self, job: StoreJob) -> Identity:
+    def _identity(self, first: Identity | None) -> Identity | None:
         dataset = find_dataset(self._destination.folder, self._spec)
-        if dataset is not None:
-            return dataset.identity
-        return Identity(engine=job.engine, weight_version=job.weight_version)
+        return first if dataset is None else dataset.identity
 
-    def _append(self, job: StoreJob, row: StoredRow, at: datetime) -> Line:
-        line = Line(
-            ordinal=job.id.ordinal,
-            sample=job.sample,
+    def _append(self, due: Due, row: StoredRow, at: datetime) -> Line:
+        line = self._line(due, row, at)
+        self._manifest.append(line)
+        return line
+
+    def _line(self, due: Due, row: StoredRow, at: datetime) -> Line:
+        return Line(
+            ordinal=due.request.ordinal,
+            sample=due.sample,
             status="stored",
             reason="",
             request=row.request,
-            tokens=job.id.tokens,
+            tokens=due.request.tokens,
             path=str(row.path),
             bytes=row.size,
             checksum=row.checksum,
@@ -217,8 +259,6 @@ class Store:
             proof=PROOF_BY_IDS,
             at=_seconds(at),
         )
-        self._manifest.append(line)
-        return line
 
     def _line_without_row(self, entry: Record, at: datetime) -> Line:
         return Line(
@@ -235,6 +275,10 @@ class Store:
             proof="",
             at=_seconds(at),
         )
+
+
+def _due(job: StoreJob) -> Due:
+    return Due(request=job.id, sample=job.sample, mask=job.mask)
 
 
 def finish(dump_path: Path) -> None:

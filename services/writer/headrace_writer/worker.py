@@ -9,12 +9,10 @@ import threading
 import time
 from pathlib import Path
 
-import redis
-
 from headrace import logs
 from headrace.bus import Bus
 from headrace.dumpfolder import read_site
-from headrace.errors import Unavailable
+from headrace.errors import Unavailable, Unreadable
 from headrace.ids import NONCE_ALPHABET
 from headrace.service import Service
 from headrace_writer.handler import Handler
@@ -28,7 +26,9 @@ _LOOK_SECONDS = 2.0
 def loop(service: Service) -> None:
     """Store the jobs of the folder's site until the stop event; the console script's body."""
     settings = service.settings
-    bus = Bus.from_settings(settings)
+    bus = Bus.wait_for(service)
+    if bus is None:
+        return
     site = _await_site(service, settings.dump_dir)
     if site is None:
         return
@@ -67,9 +67,15 @@ def _leave_with_site(service: Service, folder: Path, site: str) -> threading.Eve
 
     def look() -> None:
         while not service.stop.wait(_LOOK_SECONDS):
-            if read_site(folder) not in (site, None):
+            try:
+                found = read_site(folder)
+            except (OSError, Unreadable) as error:
+                log.warning("the folder's site cannot be read", error=str(error))
+                continue
+            if found not in (site, None):
                 moved.set()
-                os.kill(os.getpid(), signal.SIGTERM)
+                service.stop.set()
+                os.kill(os.getpid(), signal.SIGTERM)  # breaks off the wait for a job
                 return
 
     threading.Thread(target=look, name="site", daemon=True).start()
@@ -77,16 +83,24 @@ def _leave_with_site(service: Service, folder: Path, site: str) -> threading.Eve
 
 
 def _work(service: Service, bus: Bus, site: str, writer: str, handler: Handler) -> None:
-    """Work through RQ; a worker that gave up because Redis went away is followed by another."""
-    life = 0
+    """Work through RQ; a worker that gave up because Redis was away or took no writes is followed by another.
+
+    Raises:
+        UsageError: Redis refuses the password.
+    """
+    life, problem = 0, ""
     while not service.stop.is_set():
         life += 1
         try:
-            worker = bus.jobs.worker(site, f"{writer}-{life}", handler, on_stop=service.stop.set)
-            service.health.set("redis")
-            worker.work(logging_level="WARNING")
-        except (redis.ConnectionError, redis.TimeoutError) as error:
-            log.warning("redis is away", error=str(error))
+            with bus.guard():
+                worker = bus.jobs.worker(site, f"{writer}-{life}", handler, service.stop)
+                service.health.set("redis")
+                worker.work(logging_level="WARNING")
+            problem = ""
+        except Unavailable as error:
+            if str(error) != problem:
+                log.warning("no storage for now", error=str(error))
+            problem = str(error)
         if not service.stop.is_set():
-            service.health.set("redis", "reconnecting")
+            service.health.set("redis", problem or "reconnecting")
             time.sleep(_RETRY_SECONDS)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import redis
 
 from headrace.bus.client import connect, redact, translated
+from headrace.bus.dispatchers import Dispatchers
 from headrace.bus.jobs import Jobs
 from headrace.bus.requests import Requests
 from headrace.bus.runs import Runs
 from headrace.bus.scripts import Scripts
 from headrace.bus.sites import Sites
 from headrace.bus.values import Leases
+from headrace.bus.waiting import until_redis_answers
 from headrace.settings import Settings
+
+if TYPE_CHECKING:
+    from headrace.service import Service
 
 __all__ = ["Bus"]
 
@@ -31,6 +36,7 @@ class Bus:
         self.requests = Requests(self, leases or Leases())
         self.sites = Sites(self)
         self.jobs = Jobs(self)
+        self.dispatchers = Dispatchers(self)
 
     @classmethod
     def open(cls, url: str, password: str = "", *, leases: Leases | None = None) -> Bus:
@@ -38,7 +44,7 @@ class Bus:
 
         Raises:
             UsageError: the URL or the password is wrong.
-            Unavailable: nothing answers there.
+            RedisAway: nothing answers there.
         """
         bus = cls(connect(url, password), where=redact(url), leases=leases)
         bus.ping()
@@ -56,15 +62,25 @@ class Bus:
         )
         return cls.open(settings.redis_url, settings.redis_password.get_secret_value(), leases=leases)
 
+    @classmethod
+    def wait_for(cls, service: Service) -> Bus | None:
+        """Open the server of a service's settings as soon as it answers; None when the service is stopped before.
+
+        Raises:
+            UsageError: the URL or the password is wrong.
+        """
+        return until_redis_answers(service, lambda: cls.from_settings(service.settings))
+
     def ping(self) -> None:
-        """Raise Unavailable or UsageError unless the server answers."""
+        """Raise RedisAway or UsageError unless the server answers."""
         with self.guard():
             self.redis.ping()
 
-    def server_run_id(self) -> str:
-        """The id of this life of the server; it changes when the server restarts."""
+    def server_clock(self) -> tuple[str, float]:
+        """The id of this life of the server, which changes when it restarts, and its clock in seconds."""
         with self.guard():
-            return str(self.redis.info("server")["run_id"])
+            seconds, microseconds = self.redis.time()
+            return str(self.redis.info("server")["run_id"]), seconds + microseconds / 1e6
 
     def server_facts(self) -> tuple[str, str, bool]:
         """The server's version, its eviction policy (`unknown` where it may not be asked), and whether it persists."""

@@ -11,7 +11,7 @@ import redis
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
-from headrace.errors import Unavailable, UsageError
+from headrace.errors import RedisAway, UsageError
 
 # Above every blocking read (RQ's workers set their own), so that an idle wait is not taken for a dead server.
 SOCKET_TIMEOUT = 10.0
@@ -63,7 +63,7 @@ def translated(where: str) -> Iterator[None]:
 
     Raises:
         UsageError: the password or user is wrong.
-        Unavailable: no connection, a time-out, or a server that is loading, read-only or full.
+        RedisAway: no connection, a time-out, or a server that is loading, busy, read-only or full.
     """
     try:
         yield
@@ -72,12 +72,14 @@ def translated(where: str) -> Iterator[None]:
             f"Redis at {where} refused the password ({error}); set HEADRACE_REDIS_PASSWORD_FILE"
         ) from error
     except (redis.ConnectionError, redis.TimeoutError) as error:
-        raise Unavailable(f"no Redis at {where} ({error}); start it or set HEADRACE_REDIS_URL") from error
+        raise RedisAway(f"no Redis at {where} ({error}); start it or set HEADRACE_REDIS_URL") from error
     except (redis.exceptions.OutOfMemoryError, redis.exceptions.ReadOnlyError) as error:
-        raise Unavailable(f"Redis at {where} takes no writes: {error}") from error
+        raise RedisAway(f"Redis at {where} takes no writes: {error}") from error
     except redis.ResponseError as error:
         if any(sign in str(error) for sign in _NO_WRITES):
-            raise Unavailable(f"Redis at {where} takes no writes: {error}") from error
+            raise RedisAway(f"Redis at {where} takes no writes: {error}") from error
+        if str(error).startswith("BUSY "):  # somebody's script runs for longer than the server's limit
+            raise RedisAway(f"Redis at {where} answers nobody now: {error}") from error
         if str(error).startswith(("NOAUTH", "WRONGPASS", "NOPERM")):
             message = f"Redis at {where} refused the password ({error}); set HEADRACE_REDIS_PASSWORD_FILE"
             raise UsageError(message) from error

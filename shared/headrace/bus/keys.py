@@ -66,6 +66,11 @@ def storing(name: str) -> str:
     return f"hr:site:{name}:storing"
 
 
+def dispatcher(name: str) -> str:
+    """String with a TTL: a dispatcher that lives."""
+    return f"hr:dispatcher:{name}"
+
+
 def store_queue(name: str) -> str:
     """Name of the RQ queue of a site."""
     return f"store-{name}"
@@ -85,4 +90,10 @@ WITHOUT_TTL = {
     "hr:site:*:credits": "records with an end; the reaper empties it",
     "hr:site:*:captured": "leases; the reaper empties it",
     "hr:site:*:storing": "leases; the reaper empties it",
+    "rq:queues": "RQ's index of queues; pruned at eviction",
+    "rq:workers": "RQ's index of workers; pruned as they end, and at eviction",
+    "rq:queue:*": "a site's queue, and what RQ took from it and has not begun; deleted with its site",
+    "rq:wip:*": "jobs that run; emptied as they end, deleted with its site",
+    "rq:failed:*": "jobs that raised; emptied by RQ's maintenance, deleted with its site",
+    "rq:job:*": "a queued or running job; deleted as it ends or with its site, and with a TTL if it raised",
 }

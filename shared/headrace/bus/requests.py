@@ -105,9 +105,13 @@ class Requests:
         arguments = (request.run, str(request), request.ordinal, site, request.tokens, nbytes)
         return self._bus.call("stored", *arguments).decode()  # type: ignore[no-any-return]
 
-    def reap_run(self, run: str) -> tuple[list[Ended], list[Unrecorded]]:
-        """End attempts whose lease lapsed; lease samples whose line must be written."""
-        ended, records = self._bus.call("reap_run", run, _REAP_MOST, _ms(self.leases.record))
+    def reap_run(self, run: str, before: float | None = None) -> tuple[list[Ended], list[Unrecorded]]:
+        """End attempts whose lease lapsed `before` this second of Redis TIME; lease samples whose line must be written.
+
+        None is now, 0 lets every attempt go on.
+        """
+        limit = "" if before is None else _ms(before)
+        ended, records = self._bus.call("reap_run", run, _REAP_MOST, _ms(self.leases.record), limit)
         lapsed = [value.decode() for value in ended]
         waiting = [value.decode() for value in records]
         return (
@@ -115,9 +119,13 @@ class Requests:
             [_unrecorded(*entry) for entry in _chunks(waiting, 4)],
         )
 
-    def reap_site(self, site: str) -> tuple[list[str], list[StoreJob]]:
-        """End captured samples whose dump nobody holds; return the storage jobs that must be queued again."""
-        ended, jobs = self._bus.call("reap_site", site, _REAP_MOST, _ms(self.leases.storing))
+    def reap_site(self, site: str, before: float | None = None) -> tuple[list[str], list[StoreJob]]:
+        """End captured samples whose dump nobody holds; return the storage jobs that must be queued again.
+
+        Leases count as lapsed that ended `before` this second of Redis TIME; None is now.
+        """
+        limit = "" if before is None else _ms(before)
+        ended, jobs = self._bus.call("reap_site", site, _REAP_MOST, _ms(self.leases.storing), limit)
         return [request.decode() for request in ended], [_store_job(*entry) for entry in _chunks(jobs, 6)]
 
     def _lease(self, run: str, requests: Sequence[str], seconds: float, *, answered: bool) -> list[str]:

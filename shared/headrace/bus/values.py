@@ -9,10 +9,12 @@ from typing import Literal
 from headrace.flow import Caps
 from headrace.runs import Identity, RunSpec
 from headrace.tensorfile import ITEM_SIZE
+from headrace.verdicts import changed_identity
 
 RunState = Literal["rebuilding", "active", "paused", "cancelled", "finished"]
 AttemptKind = Literal["mismatch", "loss", "error"]
 DESTINATION_FULL = "destination full"
+_AS_IT_WAS = "bring the engine back as it was, or start another run with a name and an output of its own"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,15 +115,19 @@ class Site:
         """Bytes of dump per token: k + 1 states of D and one int64 id."""
         return (len(self.boundaries) + 1) * self.hidden_size * ITEM_SIZE[self.dtype] + 8
 
-    def unfit_for(self, spec: RunSpec) -> str:
-        """Why the site cannot serve the run; empty when it can."""
+    def unfit_for(self, spec: RunSpec, identity: Identity | None) -> str:
+        """Why the site cannot serve a run whose rows are of this identity, if it has one; empty when it can."""
         pairs = (
             ("model", self.model, spec.engine_model),
             ("boundaries", list(self.boundaries), list(spec.boundaries)),
             ("final state", self.final_state, spec.final_state),
             ("hidden size", self.hidden_size, spec.hidden_size),
         )
-        return "; ".join(f"{name} {has!r}, the run needs {needs!r}" for name, has, needs in pairs if has != needs)
+        problems = [f"{name} {has!r}, the run needs {needs!r}" for name, has, needs in pairs if has != needs]
+        mine = Identity(engine=self.fingerprint, weight_version=self.weight_version)
+        if not problems and (changed := changed_identity(mine, identity)) is not None:
+            problems.append(f"{changed.detail}; {_AS_IT_WAS}")
+        return "; ".join(problems)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,3 +158,13 @@ class Leases:
     captured: float = 45.0
     storing: float = 60.0
     record: float = 30.0
+
+    @property
+    def shortest(self) -> float:
+        """The shortest lease whose end costs an attempt or a job."""
+        return min(self.in_flight, self.grace, self.captured, self.storing)
+
+    @property
+    def longest(self) -> float:
+        """The longest one: within it everybody who works has renewed, or is gone."""
+        return max(self.in_flight, self.grace, self.captured, self.storing)

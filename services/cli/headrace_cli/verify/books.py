@@ -54,7 +54,9 @@ class Entry:
 
 
 class Books:
-    """What a dataset says of itself, with a bounded memory: 13 bytes per sample, lines are read again when needed.
+    """What a dataset says of itself, in 13 bytes per sample; lines are read again when needed.
+
+    A second, different line of a sample costs some hundred bytes more.
 
     Segments are read here and not by `ManifestReader`, which tells no line's place.
     """

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -33,12 +34,15 @@ class Reference:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
             text: Any = config.get_text_config()
             _check_size(folder, text, spec)
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                folder, config=config, dtype=torch.float32, local_files_only=True
+            answer: Any = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
             )
+            model, loaded = answer
+            if loaded["missing_keys"]:  # transformers would have made them up
+                raise ValueError(f"it lacks weights: {', '.join(sorted(loaded['missing_keys'])[:3])}")
             self._decoder = model.eval().get_decoder()
             layers, norm = list(self._decoder.layers), self._decoder.norm
-        except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, ImportError, RuntimeError, SafetensorError) as error:
             first = str(error).strip().partition("\n")[0]
             raise UsageError(f"{folder} cannot be used: {first}; give another --model, or --sample 0") from error
         self.layers = len(layers)

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from headrace.errors import RunIncomplete, VerificationFailed
 from headrace_cli.console import human_bytes
 from headrace_cli.verify.problems import Kind, Problem
 
@@ -95,6 +96,18 @@ class Report:
     def complete(self) -> bool:
         """Whether every sample has its line."""
         return self.open == 0
+
+    def require_whole(self) -> None:
+        """Raise unless all is well.
+
+        Raises:
+            VerificationFailed: something is wrong.
+            RunIncomplete: nothing is wrong, and samples are open.
+        """
+        if not self.ok:
+            raise VerificationFailed(f"{self.folder}: {sum(self.counts.values())} problems; see above")
+        if not self.complete:
+            raise RunIncomplete(f"{self.folder}: {self.open} samples are open; submit the run again")
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON values."""

@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import os
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from headrace.errors import Unavailable, UsageError
+from headrace.runs import RunSpec
 from headrace_cli.verify.books import Books
 from headrace_cli.verify.lines import line_faults
 from headrace_cli.verify.problems import Findings, Kind
 from headrace_cli.verify.report import Ranks, Recomputed, Report
 from headrace_cli.verify.rows import check_row
 from headrace_cli.verify.sampling import choose
+from headrace_dispatcher.checkpoint import checkpoint_digest
 
-_HINT = "install it with: pip install 'headrace[all]'"
+_HINT = "install it with: pip install 'headrace[verify]'"
+_GIVE_MODEL = "give the checkpoint with --model"
 
 
 def verify(
@@ -67,7 +71,7 @@ class _Verification:
         try:
             spec = books.spec
             wanted = spec.total if all_rows else min(sample, spec.total)
-            checkpoint = self._checkpoint(model, spec.model, required=all_rows) if wanted else None
+            checkpoint = self._checkpoint(model, spec, required=all_rows) if wanted else None
             phases = (1 + semantic) if checkpoint else 0
             self._steps = spec.total + phases * wanted
             counts, sound = self._check_rows(books)
@@ -83,27 +87,31 @@ class _Verification:
         finally:
             books.close()
 
-    def _checkpoint(self, model: Path | None, rendered_with: str, *, required: bool) -> Path | None:
-        folder = model or Path(rendered_with)
-        if (folder / "config.json").is_file():
-            return folder
-        if model is not None or required:
-            raise UsageError(f"{folder} is no checkpoint folder: it has no config.json; give one with --model")
-        self._findings.note(f"states not recomputed: {folder} is not here; give the checkpoint with --model")
-        return None
+    def _checkpoint(self, model: Path | None, spec: RunSpec, *, required: bool) -> Path | None:
+        folder = model or Path(spec.model)
+        if not (folder / "config.json").is_file():
+            if model is not None:
+                raise UsageError(f"{folder} is no checkpoint folder: it has no config.json; give one with --model")
+            self._not_done("states not recomputed", f"{folder} is not here; {_GIVE_MODEL}", required=required)
+            return None
+        if checkpoint_digest(folder) != spec.model_digest:
+            other = f"{folder} holds other files than the run's checkpoint did"
+            if model is None:  # somebody may have put another model there
+                self._not_done("states not recomputed", f"{other}; {_GIVE_MODEL}", required=required)
+                return None
+            self._findings.note(f"{other}: recomputed with it all the same")
+        return folder
 
-    def _check_rows(self, books: Books) -> tuple[Counter[str], list[tuple[int, int]]]:
-        """Check every sample's lines and row; give the counts by status and the sound rows as (ordinal, tokens)."""
+    def _check_rows(self, books: Books) -> tuple[Counter[str], array[int]]:
+        """Check every sample's lines and row; give the counts by status, and each sound row's tokens by ordinal."""
         counts: Counter[str] = Counter()
-        sound: list[tuple[int, int]] = []
+        sound = array("I", bytes(4 * books.spec.total))
         started = time.perf_counter()
         for ordinal in range(books.spec.total):
             status = books.status(ordinal)
             counts[status or "open"] += 1
             if status is not None:
-                tokens = self._check_sample(books, ordinal, status)
-                if tokens:
-                    sound.append((ordinal, tokens))
+                sound[ordinal] = self._check_sample(books, ordinal, status)
             self._step()
         self._seconds = time.perf_counter() - started
         return counts, sound

@@ -1,10 +1,9 @@
-"""The dataset formats by name."""
+"""The dataset formats by name; `headrace.formats` has the same names, and what each is made from."""
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
 from headrace.errors import UsageError
+from headrace.hints import did_you_mean
 from headrace_writer.formats.base import Format
 from headrace_writer.formats.headrace import HeadraceFormat
 
@@ -25,6 +24,5 @@ def get(name: str) -> Format:
     try:
         return _FORMATS[name]
     except KeyError:
-        near = get_close_matches(name, _FORMATS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(names())}"
-        raise UsageError(f"format {name!r} is unknown; {hint}") from None
+        hint = did_you_mean(name, _FORMATS) or f"; choose one of {', '.join(names())}"
+        raise UsageError(f"format {name!r} is unknown{hint}") from None

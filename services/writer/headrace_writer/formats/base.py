@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import mmap
+import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -10,7 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from headrace.dumpfolder import open_nofollow
 from headrace.dumps import DumpHeader
+from headrace.errors import Unreadable
 from headrace.ids import RequestId
 from headrace.tensorfile import TensorInfo
 
@@ -62,7 +66,7 @@ class Row:
     """A stored row as it was read back, nothing shifted, padded or converted.
 
     `token_ids` is [N] little-endian int64, `loss_mask` one byte (0 or 1) per token, `aux` [N, k*D] and `final`
-    [N, D] are maps of the row's file, copy-on-write. `origin` is None where the format has no place for it.
+    [N, D] are parts of the file's map. `origin` is None where the format has no place for it.
     """
 
     token_ids: bytes
@@ -79,23 +83,40 @@ class Format(Protocol):
     def name(self) -> str:
         """The name that a run file uses."""
 
-    @property
-    def final_state(self) -> frozenset[str]:
-        """The captured final states that it can be made from."""
-
     def path(self, ordinal: int) -> PurePosixPath:
         """The row's file, relative to the dataset's folder."""
 
     def write(self, source: RowSource, file: io.RawIOBase) -> None:
         """Stream one row; `file` only appends, takes whole buffers of any size, and has no descriptor."""
 
-    def read(self, path: Path) -> Row:
-        """Read a row back, its states as maps.
+    def parse(self, name: str, data: memoryview) -> Row:
+        """Read a row back from a map of its whole file, its states as parts of it; `name` is for messages.
 
         Raises:
-            Unreadable: the file is torn, a link, or no row of this format.
+            Unreadable: the file is torn, or no row of this format.
+        """
+
+    def read(self, path: Path) -> Row:
+        """Read a row back from its file.
+
+        Raises:
+            Unreadable: as `parse`, or the file is a link or cannot be opened.
             FileNotFoundError: there is none.
         """
+        with open_nofollow(path) as file:
+            return self.parse(path.name, map_row(file))
+
+
+def map_row(file: io.RawIOBase) -> memoryview:
+    """Map an open row's whole file copy-on-write, since torch warns about buffers that it may not write to.
+
+    Raises:
+        Unreadable: it is empty.
+    """
+    size = os.fstat(file.fileno()).st_size
+    if size == 0:
+        raise Unreadable("the file is empty")
+    return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY))
 
 
 def as_float32(info: TensorInfo, buffer: memoryview) -> npt.NDArray[np.float32]:

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import io
 import json
-import mmap
-import os
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import numpy as np
 
-from headrace.dumpfolder import open_nofollow
-from headrace.dumps import POST_NORM, PRE_NORM
 from headrace.errors import Unreadable
 from headrace.masks import decode_mask
 from headrace.tensorfile import MAX_HEADER, TensorInfo, decode_header, encode_header, layout
-from headrace_writer.formats.base import STATE_DTYPES, Origin, Row, RowSource, States
+from headrace_writer.formats.base import STATE_DTYPES, Format, Origin, Row, RowSource, States
 
 SCHEMA = 1
 ROWS_PER_FOLDER = 1000
 
 
-class HeadraceFormat:
+class HeadraceFormat(Format):
     """`rows/{ordinal//1000:06d}/{ordinal:09d}.safetensors`.
 
     `token_ids` and `loss_mask` are I64 [N], `aux` [N, k*D] with boundaries low to high, `final` [N, D].
     """
 
     name = "headrace"
-    final_state = frozenset({PRE_NORM, POST_NORM})
 
     def path(self, ordinal: int) -> PurePosixPath:
         """The row's file, relative to the dataset's folder."""
@@ -52,17 +47,14 @@ class HeadraceFormat:
         file.write(source.aux.buffer)
         file.write(source.final.buffer)
 
-    def read(self, path: Path) -> Row:
-        """Read a row back, its states as copy-on-write maps; raises Unreadable, or FileNotFoundError."""
-        with open_nofollow(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            tensors, metadata, offset = decode_header(file.read(MAX_HEADER + 8), size)
-            _check_tensors(tensors)
-            # Copy-on-write, since torch warns about buffers that it may not write to.
-            data = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY))[offset:]
+    def parse(self, name: str, data: memoryview) -> Row:
+        """Read a row back from a map of its whole file; raises Unreadable."""
+        tensors, metadata, offset = decode_header(bytes(data[: MAX_HEADER + 8]), len(data))
+        _check_tensors(tensors)
+        data = data[offset:]
         mask = np.frombuffer(_slice(data, tensors["loss_mask"]), "<i8")
         if ((mask != 0) & (mask != 1)).any():
-            raise Unreadable(f"{path.name}: loss_mask holds values other than 0 and 1")
+            raise Unreadable(f"{name}: loss_mask holds values other than 0 and 1")
         return Row(
             token_ids=bytes(_slice(data, tensors["token_ids"])),
             loss_mask=mask.astype(np.uint8).tobytes(),

@@ -1,6 +1,7 @@
 -- Opens attempts at one site, within its caps.
 -- ARGV: run, site, boot, lease ms, then ordinal, request, tokens, bytes, sample, mask for each attempt.
--- Returns for each: claimed, taken (not pending, or an id that was used before), full, gone (site or boot), or the run's state when it is not active.
+-- Returns for each: claimed, taken (not pending, or an id that was used before), full, gone (site or boot), or the
+-- run's state when it is not active.
 local run, site, boot, lease = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local answers = {}
 local function all(answer)

@@ -10,6 +10,10 @@ if known then
   if redis.call('HGET', key, 'state') == 'cancelled' then redis.call('HSET', key, 'state', 'rebuilding') end
   return 'same'
 end
+-- What a run of this name left whose hash is gone would be neither counted nor fed again.
+for _, part in ipairs({'pending', 'open', 'inflight', 'recording', 'done', 'dead'}) do
+  redis.call('DEL', part_key(run, part))
+end
 redis.call('HSET', key, 'spec', spec, 'digest', digest, 'total', total, 'max_attempts', max_attempts,
   'cursor', 0, 'state', 'rebuilding', 'reason', '', 'created_at', int(now_ms()))
 return 'created'

@@ -1,8 +1,10 @@
 -- Ends attempts whose in-flight lease lapsed, and leases records to be written.
--- ARGV: run, most, record lease (ms). Returns {{request, outcome, reason, ...}, {ordinal, state, reason, request, ...}}.
+-- ARGV: run, most, record lease (ms), the ms before which a lease must have ended ("": now).
+-- Returns {{request, outcome, reason, ...}, {ordinal, state, reason, request, ...}}.
 local run, most = ARGV[1], ARGV[2]
 local time = now_ms()
-local lapsed = redis.call('ZRANGEBYSCORE', part_key(run, 'inflight'), 0, int(time), 'LIMIT', 0, most)
+local before = int(tonumber(ARGV[4]) or time)
+local lapsed = redis.call('ZRANGEBYSCORE', part_key(run, 'inflight'), 0, before, 'LIMIT', 0, most)
 local ended = {}
 for _, request in ipairs(lapsed) do
   local answered = redis.call('HGET', request_key(request), 'answered')

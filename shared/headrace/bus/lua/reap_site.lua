@@ -1,16 +1,17 @@
 -- Ends captured samples whose dump nobody holds, opens the next storage job where a storing lease lapsed, and drops
--- credits past their end. ARGV: site, most, storing lease (ms).
+-- credits past their end. ARGV: site, most, storing lease (ms), the ms before which a lease must have ended ("": now).
 -- Returns {ended, {request, job, mask, sample, engine, weight version, ...}}.
 local site, most = ARGV[1], ARGV[2]
 local time = now_ms()
+local before = tonumber(ARGV[4]) or time
 local ended, jobs = {}, {}
-for _, request in ipairs(redis.call('ZRANGEBYSCORE', site_part(site, 'captured'), 0, int(time), 'LIMIT', 0, most)) do
+for _, request in ipairs(redis.call('ZRANGEBYSCORE', site_part(site, 'captured'), 0, int(before), 'LIMIT', 0, most)) do
   end_attempt(run_of(request), request, ordinal_of(request), true, 'error', 'dump_gone')
   redis.call('ZREM', site_part(site, 'captured'), request)
   redis.call('ZREM', site_part(site, 'storing'), request)
   ended[#ended + 1] = request
 end
-for _, request in ipairs(redis.call('ZRANGEBYSCORE', site_part(site, 'storing'), 0, int(time), 'LIMIT', 0, most)) do
+for _, request in ipairs(redis.call('ZRANGEBYSCORE', site_part(site, 'storing'), 0, int(before), 'LIMIT', 0, most)) do
   local mask, name = unpack(redis.call('HMGET', request_key(request), 'mask', 'sample'))
   local run, ordinal = run_of(request), ordinal_of(request)
   local sample = mask and load(run, ordinal)
@@ -27,6 +28,6 @@ end
 local credits = redis.call('HGETALL', site_part(site, 'credits'))
 for i = 1, #credits, 2 do
   local till = string.match(credits[i + 1], ' (%d+)$')
-  if not till or tonumber(till) < time then redis.call('HDEL', site_part(site, 'credits'), credits[i]) end
+  if not till or tonumber(till) < before then redis.call('HDEL', site_part(site, 'credits'), credits[i]) end
 end
 return {ended, jobs}

@@ -14,13 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from headrace.errors import UsageError
 from headrace_cli.verify import Kind, Report, verify
-from headrace_cli.verify.sampling import choose
 from headrace_cli.verify.states import TOLERANCE, Deviation, judge
+from headrace_dispatcher.checkpoint import checkpoint_digest
 from tests.support.datasets import (
     BOUNDARIES,
     HIDDEN,
@@ -39,22 +37,19 @@ from tests.support.tiny_models import tiny_llama
 ROWS = len(LENGTHS)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def states(model: Path) -> States:
-    return compute_states(model)
-
-
 @pytest.fixture
 def make(model: Path, states: States, tmp_path: Path) -> Callable[..., Path]:
     def make(alter: Alter | None = None, dtype: str = "F32", final_state: str = "pre_norm") -> Path:
         return build(tmp_path, model, states, Recipe(dtype=dtype, final_state=final_state, alter=alter))
 
     return make
+
+
+def made_with(folder: Path, model: Path, other: Path) -> None:
+    """Let the dataset say that it was made with another checkpoint than `model`."""
+    for path in (folder / "headrace.json", folder / "inputs" / "run.json"):
+        text = path.read_text().replace(str(model), str(other))
+        path.write_text(text.replace(checkpoint_digest(model), checkpoint_digest(other)))
 
 
 def check(folder: Path, **options: Any) -> Report:
@@ -222,16 +217,30 @@ def test_a_sample_of_rows_is_recomputed_and_progress_counts_it(make: Callable[..
 
 def test_without_the_checkpoint_a_note_says_so(make: Callable[..., Path], model: Path, tmp_path: Path) -> None:
     folder = make()
-    for path in (folder / "headrace.json", folder / "inputs" / "run.json"):
-        path.write_text(path.read_text().replace(str(model), str(tmp_path / "gone")))
+    made_with(folder, model, tmp_path / "gone")
     report = check(folder, sample=8, all_rows=False)
     assert report.ok
     assert report.recomputed is None
     assert report.notes == (
         f"states not recomputed: {tmp_path / 'gone'} is not here; give the checkpoint with --model",
     )
-    with pytest.raises(UsageError, match="give one with --model"):
+    with pytest.raises(UsageError, match="give the checkpoint with --model"):
         check(folder)
+
+
+def test_another_checkpoint_in_the_place_of_the_runs_is_not_taken_for_it(
+    make: Callable[..., Path], model: Path, tmp_path: Path
+) -> None:
+    folder = make()
+    other = tiny_llama(tmp_path / "other", layers=LAYERS + 1)
+    for path in (folder / "headrace.json", folder / "inputs" / "run.json"):
+        path.write_text(path.read_text().replace(str(model), str(other)))
+    report = check(folder, sample=8, all_rows=False)
+    assert (report.ok, report.recomputed) == (True, None)
+    assert f"{other} holds other files than the run's checkpoint did; give" in report.notes[0]
+    asked = check(folder, model=other, sample=2, all_rows=False)
+    assert not asked.ok
+    assert asked.notes == (f"{other} holds other files than the run's checkpoint did: recomputed with it all the same",)
 
 
 def test_a_model_that_does_not_exist_is_refused(make: Callable[..., Path], tmp_path: Path) -> None:
@@ -261,8 +270,7 @@ def test_a_damaged_checkpoint_is_refused_when_named_and_noted_otherwise(
     folder = make()
     with pytest.raises(UsageError, match="cannot be used"):
         check(folder, model=broken)
-    for path in (folder / "headrace.json", folder / "inputs" / "run.json"):
-        path.write_text(path.read_text().replace(str(model), str(broken)))
+    made_with(folder, model, broken)
     report = check(folder, sample=2, all_rows=False)
     assert report.recomputed is None
     assert report.notes[0].startswith("states not recomputed: ")
@@ -275,8 +283,7 @@ def test_a_checkpoint_larger_than_the_memory_is_not_loaded_unless_named(
     with (large / "zzz.safetensors").open("wb") as file:
         file.truncate(8 << 40)
     folder = make()
-    for path in (folder / "headrace.json", folder / "inputs" / "run.json"):
-        path.write_text(path.read_text().replace(str(model), str(large)))
+    made_with(folder, model, large)
     report = check(folder, sample=2, all_rows=False)
     assert report.recomputed is None
     assert "does not fit this machine in float32" in report.notes[0]
@@ -293,11 +300,11 @@ from headrace_cli.verify import verify
 options = dict(model=None, sample=2, semantic=True, tolerance=None, progress=None)
 report = verify(Path(sys.argv[1]), all_rows=False, **options)
 assert report.ok and report.rows == 8 and report.recomputed is None and report.ranks is None
-assert len(report.notes) == 2 and all("pip install 'headrace[all]'" in note for note in report.notes), report.notes
+assert len(report.notes) == 2 and all("pip install 'headrace[verify]'" in note for note in report.notes), report.notes
 try:
     verify(Path(sys.argv[1]), all_rows=True, **options)
 except UsageError as error:
-    assert "pip install 'headrace[all]'" in str(error)
+    assert "pip install 'headrace[verify]'" in str(error)
 else:
     raise AssertionError("every row was asked for and none recomputed")
 """
@@ -336,24 +343,3 @@ def test_a_boundary_that_is_nearer_but_far_is_no_match() -> None:
     judged = judge(deviation, 0.05)
     assert judged is not None
     assert judged[0] is Kind.STATES
-
-
-@given(
-    lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=80),
-    count=st.integers(0, 100),
-)
-def test_the_sample_is_deterministic_and_of_the_asked_size(lengths: list[int], count: int) -> None:
-    rows = list(enumerate(lengths))
-    chosen = choose(rows, count)
-    assert chosen == choose(rows[::-1], count) == sorted(set(chosen))
-    assert len(chosen) == min(count, len(rows))
-    assert set(chosen) <= set(range(len(rows)))
-
-
-def test_the_sample_spreads_over_lengths_and_ordinals() -> None:
-    rows = [(ordinal, 10 + (ordinal * 7919) % 1000) for ordinal in range(1000)]
-    chosen = choose(rows, 8)
-    lengths = sorted(dict(rows)[ordinal] for ordinal in chosen)
-    assert all(125 * index <= length - 10 < 125 * (index + 1) for index, length in enumerate(lengths))
-    assert chosen[0] < 250
-    assert chosen[-1] > 750

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from headrace.tensorfile import decode_header
-from headrace_cli.verify import Kind, Report, verify
+from headrace_cli.verify import Kind
 from tests.support.datasets import (
     BOUNDARIES,
     HIDDEN,
@@ -22,44 +22,10 @@ from tests.support.datasets import (
     States,
     build,
     commit,
-    compute_states,
     edit_lines,
     row_path,
 )
-from tests.support.tiny_models import tiny_llama
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def states(model: Path) -> States:
-    return compute_states(model)
-
-
-@pytest.fixture(scope="module")
-def pristine(model: Path, states: States, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("pristine"), model, states)
-
-
-@pytest.fixture
-def dataset(pristine: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(pristine, tmp_path / "dataset"))
-
-
-def check(folder: Path) -> Report:
-    """Verify all but the states."""
-    return verify(folder, model=None, sample=0, all_rows=False, semantic=False, tolerance=None, progress=None)
-
-
-def found(report: Report) -> dict[int | None, list[Kind]]:
-    table: dict[int | None, list[Kind]] = {}
-    for problem in report.problems:
-        assert "\n" not in problem.detail
-        table.setdefault(problem.ordinal, []).append(problem.kind)
-    return table
+from tests.support.verified import check, kinds
 
 
 def patch(path: Path, tensor: str, change: Callable[[memoryview], None]) -> None:
@@ -87,14 +53,14 @@ def swap(folder: Path, one: int, two: int) -> None:
 def test_a_flipped_bit_of_the_states_breaks_the_checksum(dataset: Path, tensor: str) -> None:
     patch(row_path(dataset, 4), tensor, flip)
     report = check(dataset)
-    assert found(report) == {4: [Kind.CHECKSUM]}
+    assert kinds(report) == {4: [Kind.CHECKSUM]}
     assert report.problems[0].where == "rows/000000/000000004.safetensors"
 
 
 def test_a_flipped_bit_of_the_token_ids_is_named_as_such_too(dataset: Path) -> None:
     patch(row_path(dataset, 4), "token_ids", flip)
     report = check(dataset)
-    assert found(report) == {4: [Kind.CHECKSUM, Kind.TOKEN_IDS]}
+    assert kinds(report) == {4: [Kind.CHECKSUM, Kind.TOKEN_IDS]}
     assert "from token 32 on" in report.problems[1].detail
 
 
@@ -113,7 +79,7 @@ def test_a_truncated_row_is_named_by_its_size(dataset: Path, left: int) -> None:
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[:left])
     report = check(dataset)
-    assert found(report) == {4: [Kind.SIZE]}
+    assert kinds(report) == {4: [Kind.SIZE]}
     assert report.problems[0].detail.startswith(f"{left} bytes, its line says {size}; ")
 
 
@@ -121,21 +87,21 @@ def test_a_row_that_was_published_torn_is_unreadable(dataset: Path) -> None:
     path = row_path(dataset, 4)
     path.write_bytes(path.read_bytes()[:-8])
     commit(dataset, 4)
-    assert found(check(dataset)) == {4: [Kind.UNREADABLE]}
+    assert kinds(check(dataset)) == {4: [Kind.UNREADABLE]}
 
 
 def test_a_link_in_a_rows_place_is_unreadable(dataset: Path, tmp_path: Path) -> None:
     path = row_path(dataset, 4)
     path.rename(tmp_path / "row")
     path.symlink_to(tmp_path / "row")
-    assert found(check(dataset)) == {4: [Kind.UNREADABLE]}
+    assert kinds(check(dataset)) == {4: [Kind.UNREADABLE]}
 
 
 @pytest.mark.parametrize(("one", "two"), [(1, 2), (3, 7)])
 def test_two_rows_that_changed_places_name_each_other(dataset: Path, one: int, two: int) -> None:
     swap(dataset, one, two)
     report = check(dataset)
-    assert found(report) == {one: [Kind.SWAPPED], two: [Kind.SWAPPED]}
+    assert kinds(report) == {one: [Kind.SWAPPED], two: [Kind.SWAPPED]}
     details = {problem.ordinal: problem.detail for problem in report.problems}
     assert f"ordinal {two} " in details[one]
     assert f"ordinal {one} " in details[two]
@@ -145,7 +111,7 @@ def test_two_rows_that_changed_places_under_right_checksums_are_seen(dataset: Pa
     swap(dataset, 1, 2)
     commit(dataset, 1)
     commit(dataset, 2)
-    assert found(check(dataset)) == {1: [Kind.SWAPPED], 2: [Kind.SWAPPED]}
+    assert kinds(check(dataset)) == {1: [Kind.SWAPPED], 2: [Kind.SWAPPED]}
 
 
 def test_exchanged_token_ids_name_their_owner_without_the_rows_metadata(dataset: Path) -> None:
@@ -157,27 +123,27 @@ def test_exchanged_token_ids_name_their_owner_without_the_rows_metadata(dataset:
     row_path(dataset, 1).write_bytes(data)
     commit(dataset, 1)
     report = check(dataset)
-    assert found(report) == {1: [Kind.SWAPPED]}
+    assert kinds(report) == {1: [Kind.SWAPPED]}
     assert "ordinal 2 " in report.problems[0].detail
 
 
 def test_token_ids_of_no_sample_are_named(dataset: Path) -> None:
     patch(row_path(dataset, 1), "token_ids", flip)
     commit(dataset, 1)
-    assert found(check(dataset)) == {1: [Kind.TOKEN_IDS]}
+    assert kinds(check(dataset)) == {1: [Kind.TOKEN_IDS]}
 
 
 def test_without_inputs_the_request_still_proves_the_token_ids(dataset: Path) -> None:
     patch(row_path(dataset, 1), "token_ids", flip)
     commit(dataset, 1)
     shutil.rmtree(dataset / "inputs")
-    assert found(check(dataset)) == {None: [Kind.INPUTS], 1: [Kind.TOKEN_IDS]}
+    assert kinds(check(dataset)) == {None: [Kind.INPUTS], 1: [Kind.TOKEN_IDS]}
 
 
 def test_a_mask_that_is_not_the_inputs_is_named(model: Path, states: States, tmp_path: Path) -> None:
     dataset = build(tmp_path, model, states, Recipe(masks={3: [0] * 10 + [1] * 7}))
     report = check(dataset)
-    assert found(report) == {3: [Kind.LOSS_MASK]}
+    assert kinds(report) == {3: [Kind.LOSS_MASK]}
     assert report.problems[0].detail == "trains 7 of 17 tokens, not the 9 of the inputs' mask"
 
 
@@ -194,7 +160,7 @@ def test_a_value_that_is_not_finite_is_named_by_token_and_boundary(
         return aux, final
 
     report = check(build(tmp_path, model, states, Recipe(dtype=dtype, alter=spoil)))
-    assert found(report) == {4: [Kind.NOT_FINITE], 5: [Kind.NOT_FINITE]}
+    assert kinds(report) == {4: [Kind.NOT_FINITE], 5: [Kind.NOT_FINITE]}
     assert report.problems[0].detail.endswith(f"the first: token 11 at boundary {BOUNDARIES[1]}")
     assert report.problems[1].detail.endswith("the first: token 32 at the final state")
 
@@ -210,7 +176,7 @@ def test_a_state_of_zeros_at_one_boundary_is_named(
         return aux, final
 
     report = check(build(tmp_path, model, states, Recipe(dtype=dtype, alter=spoil)))
-    assert found(report) == {7: [Kind.ZERO_ROW]}
+    assert kinds(report) == {7: [Kind.ZERO_ROW]}
     assert report.problems[0].detail == (
         f"2 of {LENGTHS[7] * 3} state vectors are all zeros, the first: token 5 at boundary {BOUNDARIES[2]}"
     )
@@ -263,7 +229,7 @@ def test_metadata_that_disagree_with_the_line_are_named(dataset: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'"sample":"sample-3"', b'"sample":"sample-4"'))
     commit(dataset, 3)
     report = check(dataset)
-    assert found(report) == {3: [Kind.ORIGIN]}
+    assert kinds(report) == {3: [Kind.ORIGIN]}
     assert "sample 'sample-4', expected 'sample-3'" in report.problems[0].detail
 
 

@@ -1,0 +1,85 @@
+"""The commands over a real Redis: what they say, and with which code they end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from headrace.bus import Bus, keys
+from headrace.bus.values import DESTINATION_FULL
+from headrace.errors import Conflict
+from headrace_cli.follow import follow
+from tests.support.bus_values import RUN, make_line, make_spec, start_run
+from tests.support.commands import assert_one_line, headrace
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.redis
+
+
+@contextmanager
+def following(bus: Bus) -> Iterator[list[str]]:
+    """Follow the run in a thread; gives the states it ended with, or the error's text."""
+    ended: list[str] = []
+
+    def run() -> None:
+        try:
+            ended.append(follow(bus, RUN).state)
+        except Conflict as error:
+            ended.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield ended
+    finally:
+        bus.runs.cancel(RUN)
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_a_run_that_is_paused_by_a_fault_is_followed_no_longer(bus: Bus) -> None:
+    start_run(bus)
+    with following(bus) as ended:
+        bus.runs.pause(RUN, "/data/out is damaged")
+        wait_until(lambda: ended, what="the end of following")
+    assert ended == ["run 'run1' is paused: /data/out is damaged; go on with: headrace resume run1"]
+
+
+def test_a_run_that_waits_for_room_is_followed_on(bus: Bus) -> None:
+    start_run(bus)
+    with following(bus) as ended:
+        bus.runs.pause(RUN, DESTINATION_FULL)
+        bus.runs.activate(RUN)
+        bus.runs.mark_done(RUN, [make_line(ordinal) for ordinal in range(5)])
+        wait_until(lambda: ended, what="the end of following")
+    assert ended == ["finished"]
+
+
+def test_waiting_for_a_paused_run_ends_with_4_and_how_to_go_on(bus: Bus, redis_url: str) -> None:
+    start_run(bus)
+    bus.runs.pause(RUN, "by hand")
+    waited = headrace("status", RUN, "--wait", HEADRACE_REDIS_URL=redis_url)
+    assert_one_line(waited, 4, "paused: by hand", "headrace resume run1")
+    assert headrace("status", RUN, HEADRACE_REDIS_URL=redis_url).returncode == 0
+
+
+def test_a_finished_run_with_failed_samples_is_0_with_the_counts(bus: Bus, redis_url: str) -> None:
+    start_run(bus)
+    lines = [make_line(ordinal) for ordinal in range(4)] + [make_line(4, "failed", "timeout")]
+    bus.runs.mark_done(RUN, lines)
+    status = headrace("status", RUN, "--wait", HEADRACE_REDIS_URL=redis_url)
+    assert status.returncode == 0
+    assert "stored 4 / 5" in status.stdout
+    assert "timeout 1" in status.stdout
+
+
+def test_a_run_that_this_version_cannot_read_hides_no_other(bus: Bus, redis_url: str) -> None:
+    start_run(bus)
+    bus.runs.create(make_spec(run="newer"))
+    bus.redis.hset(keys.run("newer"), "spec", make_spec(run="newer", schema=9).encode())
+    listed = headrace("list", HEADRACE_REDIS_URL=redis_url)
+    assert_one_line(listed, 1, "run 'newer'", "upgrade headrace")
+    assert "run1" in listed.stdout
