@@ -20,6 +20,7 @@ SCHEMA = 1
 DATASET_FILE = "headrace.json"
 MANIFEST_FOLDER = "manifest"
 INPUTS_FOLDER = "inputs"
+SPEC_FILE = "run.json"  # in INPUTS_FOLDER: the run that was submitted, written last
 SEGMENT_SUFFIX = ".jsonl"
 
 Status = Literal["stored", "rejected", "failed"]
@@ -103,6 +104,18 @@ def read_dataset(folder: Path) -> Dataset | None:
         )
     except (Unreadable, KeyError, TypeError, AttributeError) as error:
         raise Unreadable(f"{path}: {type(error).__name__}: {error}") from error
+
+
+def read_submitted(folder: Path) -> RunSpec | None:
+    """Read the spec of the run whose inputs lie in a dataset's folder; None when there are none.
+
+    Raises:
+        Unreadable: the file is of another form or of a newer schema.
+    """
+    try:
+        return RunSpec.decode((folder / INPUTS_FOLDER / SPEC_FILE).read_bytes())
+    except FileNotFoundError:
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

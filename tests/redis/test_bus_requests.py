@@ -384,7 +384,7 @@ def test_scripts_survive_a_server_that_lost_them(bus: Bus) -> None:
 OF_REDIS_6_2 = {
     *("DEL", "EXISTS", "PEXPIRE", "TIME"),
     *("GETBIT", "SETBIT"),
-    *("HDEL", "HEXISTS", "HGET", "HGETALL", "HINCRBY", "HLEN", "HMGET", "HSET", "HSETNX"),
+    *("HDEL", "HEXISTS", "HGET", "HGETALL", "HINCRBY", "HLEN", "HMGET", "HSET", "HSETNX", "HVALS"),
     *("LREM", "RPUSH"),
     *("SADD", "SMEMBERS", "SREM"),
     *("XADD",),

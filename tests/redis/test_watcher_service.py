@@ -100,7 +100,9 @@ def test_a_file_is_taken_by_its_event_long_before_the_next_rescan(
     bus: Bus, redis_url: str, dumps: Path, tmp_path: Path, engine: StubEngine
 ) -> None:
     port = free_port()
-    slow = {"rescan_seconds": 500, "heartbeat_seconds": 500, "health_port": port}
+    leases = {"lease_captured_seconds": 2000, "lease_storing_seconds": 2000, "site_ttl_seconds": 2000}
+    leases["lease_grace_seconds"] = 2000
+    slow = {"rescan_seconds": 500, "heartbeat_seconds": 500, "health_port": port, **leases}
     with WatcherProcess(dumps, tmp_path, redis_url, engine.url, **slow) as watcher:
         wait_until(lambda: ready(port)[0] == 503 and "redis" not in ready(port)[1], what="the first round")
         attempts = iter(range(1000))

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.bus import Bus, keys
 from headrace.bus.values import DESTINATION_FULL, Attempt, RunView, Site
-from headrace.errors import Unavailable, Unreadable
+from headrace.errors import Conflict, Unavailable, Unreadable
 from headrace.messages import Record, RecordJob
 from headrace.runs import Identity
 from headrace.settings import load_settings
@@ -21,7 +21,16 @@ from headrace_writer.handler import Handler
 from headrace_writer.store import Store
 from tests.support.dumps import ENGINE, MODEL, WEIGHTS
 from tests.support.filesystems import fill, small_tmpfs
-from tests.support.stores import BOUNDARIES, HIDDEN, RUN, Sample, assert_stored, lines_of, make_sample, make_spec
+from tests.support.stores import (
+    BOUNDARIES,
+    HIDDEN,
+    RUN,
+    Sample,
+    assert_stored,
+    lines_of,
+    make_sample,
+    submit_to,
+)
 
 pytestmark = pytest.mark.redis
 
@@ -65,7 +74,7 @@ def make_handler(bus: Bus, tmp_path: Path, dumps: Path, output: Path) -> Iterato
     made: list[Handler] = []
 
     def make(folder: Path = output, **changes: Any) -> Handler:
-        bus.runs.create(make_spec(folder, total=10, **changes))
+        bus.runs.create(submit_to(folder, total=10, **changes))
         bus.runs.activate(RUN)
         bus.sites.register(SITE, 60)
         bus.runs.feed(RUN, 0, [""] * 10)
@@ -248,7 +257,6 @@ def test_jobs_of_a_run_that_its_folder_pauses_do_not_count(
     sample = make_sample()
     capture(bus, sample)
     path = sample.dump(dumps)
-    output.mkdir()
     (output / "headrace.json").write_bytes(b"{")
     for _ in range(25):
         with pytest.raises(Unreadable):
@@ -298,3 +306,31 @@ def test_lines_of_rejected_samples_are_written_once(bus: Bus, handler: Handler, 
     view = view_of(bus)
     assert (view.rejected, view.rejected_by) == (1, {"exceeds_engine": 1})
     assert [(line.ordinal, line.status) for line in lines_of(output)] == [(3, "rejected")]
+
+
+def test_a_folder_that_was_removed_is_not_made_again_and_pauses_the_run(
+    bus: Bus, handler: Handler, dumps: Path, output: Path
+) -> None:
+    first, second = make_sample(1), make_sample(2)
+    for sample in (first, second):
+        capture(bus, sample)
+        sample.dump(dumps)
+    handler(first.job())
+    away = output.rename(output.with_name("away"))
+    with pytest.raises(Conflict, match="mount or restore"):
+        handler(second.job())
+    assert not output.exists()
+    assert view_of(bus).state == "paused"
+    away.rename(output)
+    bus.runs.activate(RUN)
+    handler(second.job())
+    assert_stored(output, [first, second])
+
+
+def test_a_pause_by_hand_takes_the_place_of_one_that_would_end_by_itself(bus: Bus, handler: Handler) -> None:
+    bus.runs.pause(RUN, DESTINATION_FULL)
+    bus.runs.pause(RUN, "by hand", by_hand=True)
+    assert bus.runs.activate(RUN, paused_for=DESTINATION_FULL) == "paused"
+    bus.runs.pause(RUN, DESTINATION_FULL)
+    assert view_of(bus).reason == "by hand"
+    assert bus.runs.activate(RUN) == "active"

@@ -19,7 +19,7 @@ from headrace.dumps import SITE_FILE
 from headrace.messages import StoreJob, encode
 from tests.redis.test_writer_handler import SITE, capture, view_of
 from tests.support.server import ValkeyServer
-from tests.support.stores import RUN, Sample, assert_stored, lines_of, make_sample, make_spec
+from tests.support.stores import RUN, Sample, assert_stored, lines_of, make_sample, submit_to
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.redis
@@ -83,7 +83,7 @@ def server(tmp_path: Path) -> Iterator[ValkeyServer]:
 
 def begin(bus: Bus, output: Path) -> None:
     """A run whose samples are all fed."""
-    bus.runs.create(make_spec(output, total=TOTAL))
+    bus.runs.create(submit_to(output, total=TOTAL))
     bus.runs.activate(RUN)
     bus.sites.register(SITE, 600)
     bus.runs.feed(RUN, 0, [""] * TOTAL)

@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 from headrace.ids import RequestId
-from headrace.manifest import Damage, Line, ManifestReader
+from headrace.manifest import INPUTS_FOLDER, SPEC_FILE, Damage, Line, ManifestReader
 from headrace.masks import decode_mask, encode_mask
 from headrace.messages import StoreJob
 from headrace.runs import RunSpec
@@ -27,6 +27,14 @@ def make_spec(output: Path, **changes: Any) -> RunSpec:
     """The spec of a run of 100 samples; `changes` replaces fields."""
     shape = {"boundaries": BOUNDARIES, "hidden_size": HIDDEN, "engine_model": MODEL}
     return bus_values.make_spec(**{"run": RUN, "total": 100, "output": str(output), **shape, **changes})
+
+
+def submit_to(output: Path, **changes: Any) -> RunSpec:
+    """The spec of a run whose inputs lie in its folder, as far as a writer looks at them."""
+    spec = make_spec(output, **changes)
+    (output / INPUTS_FOLDER).mkdir(parents=True, exist_ok=True)
+    (output / INPUTS_FOLDER / SPEC_FILE).write_bytes(spec.encode())
+    return spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

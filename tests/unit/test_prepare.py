@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 
 from headrace.errors import Conflict, UsageError
 from headrace.masks import decode_mask
+from headrace_dispatcher.checkpoint import checkpoint_digest
 from headrace_dispatcher.inputs import RejectedSample, Sample
-from tests.support.checkpoints import CHATML_MARKED, HIDDEN_SIZE, vocab_size
+from tests.support.checkpoints import CHATML_MARKED, HIDDEN_SIZE, small_checkpoint, vocab_size
 from tests.support.prepared import chat, closed, fails, files, ready, run_file, write_data
 
 
@@ -229,3 +231,23 @@ def test_a_line_that_is_not_json_is_named_and_leaves_nothing(tmp_path: Path) -> 
 def test_a_line_that_is_not_utf8_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_bytes(json.dumps(ready(1, 2)).encode() + b'\n{"id": "\xe9"}\n')
     assert "data.jsonl:2: not UTF-8 at byte 8" in fails(UsageError, run_file(tmp_path))
+
+
+def test_a_checkpoint_is_told_from_another_by_its_files_and_not_by_its_place(tmp_path: Path) -> None:
+    folder = small_checkpoint(tmp_path / "model")
+    (folder / "model-1.safetensors").write_bytes(b"weights")
+    first = checkpoint_digest(folder)
+    assert checkpoint_digest(Path(shutil.copytree(folder, tmp_path / "copy"))) == first
+    (folder / "README.md").write_text("no part of it")
+    (folder / "model-1.safetensors").write_bytes(b"tuned!!")
+    assert checkpoint_digest(folder) == first  # weights are not read
+    digests = {first}
+    for name, data in (
+        ("model-1.safetensors", b"more weights"),
+        ("model-2.safetensors", b""),
+        ("model.safetensors.index.json", b"{}"),
+        ("config.json", b"{}"),
+    ):
+        (folder / name).write_bytes(data)
+        digests.add(checkpoint_digest(folder))
+    assert len(digests) == 5

@@ -121,7 +121,7 @@ def pause(run: Run, reason: Annotated[str, typer.Option(help="Shown by status.")
     """Give out no more samples of a run; what is in flight is still stored."""
     with _bus() as bus:
         _known(bus, run)
-        _say(run, bus.runs.pause(run, reason), "paused")
+        _say(run, bus.runs.pause(run, reason, by_hand=True), "paused")
 
 
 @app.command()

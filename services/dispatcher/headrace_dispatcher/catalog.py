@@ -69,10 +69,10 @@ class Catalog:
                 self._drop(run)
 
     def _take(self, spec: RunSpec) -> _Opened | None:
-        """What is open already, unless it is another extraction's."""
+        """What is open already, unless it is another extraction's, or its folder was removed or replaced."""
         with self._lock:
             known = self._opened.get(spec.run)
-            if known is None or known.inputs.spec.digest != spec.digest:
+            if known is None or known.inputs.spec.digest != spec.digest or not known.inputs.in_place():
                 return None
             known.users += 1
             return known

@@ -15,11 +15,11 @@ from typing import Any, Self
 import orjson
 
 from headrace.errors import Unavailable, Unreadable, UsageError
-from headrace.manifest import INPUTS_FOLDER
+from headrace.manifest import INPUTS_FOLDER, SPEC_FILE
 from headrace.masks import mask_length
 from headrace.runs import RunSpec
 
-SAMPLES_FILE, INDEX_FILE, SPEC_FILE = "samples.jsonl", "samples.idx", "run.json"
+SAMPLES_FILE, INDEX_FILE = "samples.jsonl", "samples.idx"
 OFFSET = struct.Struct("<Q")
 # Inside a JSON string the quotes would be escaped, so only a rejected sample's line has these bytes.
 _REJECTED = b',"rejected":"'
@@ -84,6 +84,13 @@ class Inputs:
                 raise _unavailable(folder, error) from error
             stack.pop_all()
         return inputs
+
+    def in_place(self) -> bool:
+        """Whether the file that is read is still the one under its path: a folder may be removed or replaced."""
+        try:
+            return os.path.samestat(os.fstat(self._samples.fileno()), (self._folder / SAMPLES_FILE).stat())
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Close the files; a read after it is a ValueError."""

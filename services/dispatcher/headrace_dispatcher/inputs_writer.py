@@ -12,14 +12,13 @@ from types import TracebackType
 from typing import IO, Self
 
 from headrace.errors import UsageError
-from headrace.manifest import INPUTS_FOLDER
+from headrace.manifest import INPUTS_FOLDER, SPEC_FILE
 from headrace.publish import fsync_folder
 from headrace.runs import RunSpec
 from headrace_dispatcher.inputs import (
     INDEX_FILE,
     OFFSET,
     SAMPLES_FILE,
-    SPEC_FILE,
     RejectedSample,
     Sample,
     encode_entry,

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.errors import Conflict, UsageError
-from headrace.manifest import INPUTS_FOLDER
+from headrace.manifest import INPUTS_FOLDER, SPEC_FILE
 from headrace.runs import RunSpec
 from headrace_dispatcher.checkpoint import Checkpoint, checkpoint_digest, read_checkpoint
-from headrace_dispatcher.inputs import SPEC_FILE, Inputs, RejectedSample
+from headrace_dispatcher.inputs import Inputs, RejectedSample
 from headrace_dispatcher.inputs_writer import TEMPORARY_PREFIX, InputsWriter, remove_stale
 from headrace_dispatcher.normalise import Normaliser
 from headrace_dispatcher.render import MASK_VERSION

@@ -108,7 +108,7 @@ class Reaper:
             self._record(view, records)
         if view.state == "paused" and view.reason == DESTINATION_FULL and self._has_room(view):
             log.info("destination has room again", run=run)
-            self._bus.runs.activate(run)
+            self._bus.runs.activate(run, paused_for=DESTINATION_FULL)
         if view.state == "active":
             self._bus.runs.mark_rate(run)
 
@@ -123,15 +123,15 @@ class Reaper:
         log.info("lines of samples without a row queued", run=job.run, site=site, lines=len(records))
 
     def _has_room(self, view: RunView) -> bool:
-        """Whether what waits to be stored would fit; asked every few seconds, and by a file where it seems so."""
+        """Whether a row or two would fit; asked every few seconds. A wrong guess only pauses the run again."""
         now = time.monotonic()
         if now - self._probed.get(view.spec.run, -_PROBE_SECONDS) < _PROBE_SECONDS:
             return False
         self._probed[view.spec.run] = now
-        waiting = sum(site.dump_bytes for site in self._bus.sites.registered())
+        rows = 2 * view.bytes // max(1, view.stored)
         output = Path(view.spec.output)
         try:
-            if shutil.disk_usage(output).free < waiting + _SPARE:
+            if shutil.disk_usage(output).free < rows + _SPARE:
                 return False
             # A quota is not seen in the free bytes: ask for some.
             with tempfile.TemporaryFile(dir=output) as file:

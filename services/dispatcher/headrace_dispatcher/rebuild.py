@@ -29,8 +29,15 @@ def rebuild(bus: Bus, spec: RunSpec, *, same_folder: bool = False) -> int:
     try:
         if not same_folder:
             _refuse_another_folder(bus, spec)
-        if bus.runs.create(spec) == "other":
-            known = bus.runs.spec(spec.run)
+        outcome = bus.runs.create(spec)
+        known = bus.runs.spec(spec.run) if outcome in ("other", "moved") else None
+        if outcome == "moved":
+            before = known.output if known else "another folder"
+            raise Conflict(
+                f"run {spec.run!r} goes on into {before}: cancel it (headrace cancel {spec.run}) and wait until its "
+                f"captured dumps are stored, before its output becomes {spec.output}"
+            )
+        if outcome == "other":
             differences = "; ".join(spec.differences(known)) if known else "it was removed just now"
             raise Conflict(f"run {spec.run!r} is another extraction in Redis ({differences}); choose another name")
         return _learn(bus, spec)

@@ -18,12 +18,13 @@ from headrace.bus.values import DESTINATION_FULL
 from headrace.dumps import DUMP_SUFFIX
 from headrace.errors import Conflict, HeadraceError, Unavailable, Unreadable, UsageError
 from headrace.ids import RequestId
+from headrace.manifest import read_submitted
 from headrace.messages import Job, RecordJob, StoreJob
 from headrace.quarantine import Quarantine
 from headrace.runs import RunSpec
 from headrace.settings import Settings
 from headrace.verdicts import LOSSES, Reason, Refusal
-from headrace_writer.destination import DestinationFull
+from headrace_writer.destination import DestinationFull, guard
 from headrace_writer.manifest import ManifestIndex
 from headrace_writer.store import DumpGone, Refused, Store, Stored, finish
 
@@ -46,7 +47,7 @@ class Handler:
         self._dump_dir = dump_dir
         self._writer = writer
         self._quarantine = Quarantine(settings.quarantine_dir, settings.quarantine_bytes)
-        self._stores: OrderedDict[str, tuple[RunSpec, Store]] = OrderedDict()
+        self._stores: OrderedDict[str, tuple[RunSpec, tuple[int, int], Store]] = OrderedDict()
         self._indexes: OrderedDict[str, tuple[RunSpec, ManifestIndex]] = OrderedDict()
         self._raised: OrderedDict[str, int] = OrderedDict()
 
@@ -135,22 +136,34 @@ class Handler:
         log.info("recorded", run=job.run, lines=len(lines))
 
     def _store(self, spec: RunSpec) -> Store:
-        """The run's open dataset; the least recently used one is closed when there are many."""
+        """The run's open dataset; the least recently used one is closed when there are many.
+
+        Raises:
+            Conflict: the run's inputs are not in its folder, which a writer never makes: it was removed, or is not
+                mounted here.
+        """
+        with guard(Path(spec.output)):
+            submitted = read_submitted(Path(spec.output))
+        if submitted is None or submitted.digest != spec.digest:
+            raise Conflict(
+                f"{spec.output} does not hold the inputs of run {spec.run}: mount or restore the folder, then resume"
+            )
+        place = _place(Path(spec.output))
         known = self._stores.get(spec.run)
-        if known is not None and known[0] != spec:
+        if known is not None and known[:2] != (spec, place):
             self._close(spec.run)
             known = None
         if known is None:
             metrics.see_run(spec.run)
             index = self._index(spec)
-            known = self._stores[spec.run] = (spec, Store(Path(spec.output), spec, self._writer, index))
+            known = self._stores[spec.run] = (spec, place, Store(Path(spec.output), spec, self._writer, index))
             if len(self._stores) > _OPEN_RUNS:
                 self._close(next(iter(self._stores)))
         self._stores.move_to_end(spec.run)
-        return known[1]
+        return known[2]
 
     def _close(self, run: str) -> None:
-        self._stores.pop(run)[1].close()
+        self._stores.pop(run)[2].close()
 
     def _index(self, spec: RunSpec) -> ManifestIndex:
         """What is known of the run's manifest; it outlives a store that is closed because its folder is away."""
@@ -176,6 +189,8 @@ class Handler:
                 self._close(run)
             raise
         except (Conflict, UsageError, Unreadable) as error:
+            if run in self._stores:
+                self._close(run)
             self._bus.runs.pause(run, str(error))
             log.error("run paused: its folder cannot take rows", run=run, error=str(error))
             raise
@@ -199,6 +214,13 @@ class Handler:
         finally:
             done.set()
             thread.join()
+
+
+def _place(folder: Path) -> tuple[int, int]:
+    """Which folder lies under this path now; another one may have been mounted over it."""
+    with guard(folder):
+        found = folder.stat()
+    return found.st_dev, found.st_ino
 
 
 def _count(request: RequestId, nbytes: int, seconds: float) -> None:

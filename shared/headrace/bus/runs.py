@@ -26,13 +26,15 @@ class Runs:
         """Work over this bus."""
         self._bus = bus
 
-    def create(self, spec: RunSpec) -> Literal["created", "same", "other"]:
+    def create(self, spec: RunSpec) -> Literal["created", "same", "other", "moved"]:
         """Create the run in state `rebuilding`; `other` when the name is taken by another extraction.
+
+        `moved`: its output is another folder than before, and rows may still be on their way there.
 
         A run that exists keeps its state, except that a cancelled one is `rebuilding` again: it may have been cancelled
         before it was rebuilt.
         """
-        arguments = (spec.run, spec.encode(), spec.digest, spec.total, spec.max_attempts)
+        arguments = (spec.run, spec.encode(), spec.digest, spec.total, spec.max_attempts, spec.output)
         return self._bus.call("create_run", *arguments).decode()  # type: ignore[no-any-return]
 
     def names(self) -> list[str]:
@@ -70,13 +72,16 @@ class Runs:
             pipe.hsetnx(keys.run(name), "weight_version", identity.weight_version)
             pipe.execute()
 
-    def activate(self, name: str) -> RunState | None:
-        """Leave `rebuilding`, or go on after a pause."""
-        return self._set(name, "active", "", "rebuilding", "paused")
+    def activate(self, name: str, *, paused_for: str = "") -> RunState | None:
+        """Leave `rebuilding`, or go on after a pause; with `paused_for`, only where that is the pause's reason."""
+        return self._set(name, "active", "", "rebuilding", "paused", only=paused_for)
 
-    def pause(self, name: str, reason: str) -> RunState | None:
-        """Stop giving out samples; what is in flight ends. Returns the state that holds now."""
-        return self._set(name, "paused", reason, "active")
+    def pause(self, name: str, reason: str, *, by_hand: bool = False) -> RunState | None:
+        """Stop giving out samples; what is in flight ends. Returns the state that holds now.
+
+        A pause by hand takes the place of another one, which might end by itself; no other pause does.
+        """
+        return self._set(name, "paused", reason, "active", *(("paused",) if by_hand else ()))
 
     def cancel(self, name: str) -> RunState | None:
         """Stop for good, until the run is submitted again. Returns the state that holds now."""
@@ -125,8 +130,8 @@ class Runs:
             entries: Any = self._bus.redis.xrevrange(keys.dead(name), count=most)
         return [(f[b"request"].decode(), int(f[b"attempt"]), f[b"reason"].decode()) for _, f in entries]
 
-    def _set(self, name: str, state: RunState, reason: str, *allowed: RunState) -> RunState | None:
-        answer = self._bus.call("set_state", name, state, reason, *allowed)
+    def _set(self, name: str, state: RunState, reason: str, *allowed: RunState, only: str = "") -> RunState | None:
+        answer = self._bus.call("set_state", name, state, reason, only, *allowed)
         return answer.decode() if answer else None
 
     def _guard(self) -> AbstractContextManager[None]:

@@ -1,9 +1,11 @@
--- ARGV: run, state, reason, then the states from which this is allowed. Returns the state that holds now, or nil.
-local run, state, reason = ARGV[1], ARGV[2], ARGV[3]
+-- ARGV: run, state, reason, the reason that must hold now or "", then the states from which this is allowed.
+-- Returns the state that holds now, or nil.
+local run, state, reason, only = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local key = run_key(run)
-local current = redis.call('HGET', key, 'state')
+local current, why = unpack(redis.call('HMGET', key, 'state', 'reason'))
 if not current then return nil end
-for i = 4, #ARGV do
+if only ~= '' and why ~= only then return current end
+for i = 5, #ARGV do
   if ARGV[i] == current then
     redis.call('HSET', key, 'state', state, 'reason', reason)
     if state == 'active' then check_finished(run) end
