@@ -47,6 +47,18 @@ def test_states_change_only_as_they_may_and_say_what_holds(bus: Bus) -> None:
     assert bus.runs.pause(RUN, "x") == "cancelled"
 
 
+def test_an_output_moves_only_when_no_row_is_on_its_way_to_the_one_before(bus: Bus) -> None:
+    spec = start_run(bus)
+    elsewhere = replace(spec, output="/elsewhere")
+    assert bus.runs.create(elsewhere) == "moved"
+    claim(bus, make_attempt(0))
+    bus.runs.cancel(spec.run)
+    assert bus.runs.create(elsewhere) == "same"
+    known = bus.runs.spec(spec.run)
+    assert known is not None
+    assert known.output == "/elsewhere"
+
+
 def test_a_cancelled_run_that_is_submitted_again_is_rebuilt_first(bus: Bus) -> None:
     """It may have been cancelled before what the manifest holds was marked."""
     bus.runs.create(make_spec())
