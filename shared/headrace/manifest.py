@@ -61,7 +61,7 @@ _LINE: TypeAdapter[Line] = TypeAdapter(Line)
 
 
 def decode_line(data: bytes) -> Line:
-    """Decode one line; raises Unreadable for another form or a newer schema."""
+    """Decode one line; raises Unreadable for another form or an unknown schema."""
     try:
         table = orjson.loads(data)
         if isinstance(table, dict) and isinstance(table.get("schema"), int):

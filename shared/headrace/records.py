@@ -14,7 +14,9 @@ _WHOLE_NUMBERS = "tuple[int, ...]"
 
 
 def check_schema(found: int, known: int, what: str = "") -> None:
-    """Raise Unreadable for a schema that is newer than the known one; `what` names the thing."""
+    """Raise Unreadable for a schema that is newer than the known one, or below the first; `what` names the thing."""
+    if found < 1:
+        raise Unreadable(f"{what} schema {found} was never written; restore the file".lstrip())
     if found > known:
         raise Unreadable(f"{what} schema {found} is newer than {known}; upgrade headrace".lstrip())
 

@@ -7,10 +7,14 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headrace.errors import Unreadable
+from headrace.boundaries import check_ascending
+from headrace.dumps import POST_NORM, PRE_NORM
+from headrace.errors import Unreadable, UsageError
 from headrace.records import build, check_schema
 
 SCHEMA = 1
+# Ordinals have nine digits in the names of rows.
+MAX_TOTAL = 10**9
 
 # What makes two runs the same extraction: a run resumes only where all of these are equal.
 _IDENTITY = (
@@ -68,12 +72,14 @@ class RunSpec:
 
     @classmethod
     def decode(cls, data: bytes) -> RunSpec:
-        """Decode; raises Unreadable for another form or a newer schema."""
+        """Decode; raises Unreadable for another form, values that no run has, or an unknown schema."""
         try:
             table: dict[str, Any] = json.loads(data)
             check_schema(table["schema"], SCHEMA)
-            return build(cls, table)
-        except Unreadable as error:
+            spec = build(cls, table)
+            _check_ranges(spec)
+            return spec
+        except (Unreadable, UsageError) as error:
             raise Unreadable(f"run spec: {error}") from error
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise Unreadable(f"run spec: {type(error).__name__}: {error}") from error
@@ -85,3 +91,14 @@ class Identity:
 
     engine: str
     weight_version: str
+
+
+def _check_ranges(spec: RunSpec) -> None:
+    check_ascending(spec.boundaries)
+    if spec.final_state not in (PRE_NORM, POST_NORM):
+        raise Unreadable(f"final_state is {spec.final_state[:40]!r}, not {PRE_NORM} or {POST_NORM}")
+    if not 0 <= spec.total <= MAX_TOTAL:
+        raise Unreadable(f"total is {spec.total}, not 0 to {MAX_TOTAL}")
+    for name, value in (("hidden_size", spec.hidden_size), ("max_attempts", spec.max_attempts)):
+        if value < 1:
+            raise Unreadable(f"{name} is {value}, not at least 1")

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import FrameType
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from headrace import logs
-from headrace.errors import HeadraceError
+from headrace import __version__, logs
+from headrace.errors import Conflict, HeadraceError, UsageError
 from headrace.settings import Settings, load_settings
 
 _REQUEST_SECONDS = 10  # for a client that connects and sends nothing: each holds a thread
@@ -49,12 +50,15 @@ class Service:
         self.stop = threading.Event()
 
 
-def run(name: str, loop: Callable[[Service], None], *parts: str) -> None:
+def run(name: str, loop: Callable[[Service], None], *parts: str, about: str) -> None:
     """Run a service until SIGTERM or SIGINT, and exit: 0, or the code of the error that ended it.
 
-    `parts` are what must be ready before the service is.
+    `parts` are what must be ready before the service is; `about` says in a sentence what it does, for `--help`.
     """
     try:
+        if answer := _answer(name, about, sys.argv[1:]):
+            sys.stdout.write(f"{answer}\n")
+            return
         settings = load_settings()
         logs.configure(name, settings.log_level, settings.log_format)
         service = Service(name, settings, Health(*parts))
@@ -64,6 +68,21 @@ def run(name: str, loop: Callable[[Service], None], *parts: str) -> None:
     except HeadraceError as error:
         sys.stderr.write(f"headrace-{name}: {error}\n")
         sys.exit(error.exit_code)
+
+
+def _answer(name: str, about: str, arguments: Sequence[str]) -> str:
+    """What `--help` and `--version` say; empty without arguments, since settings are variables."""
+    match arguments:
+        case []:
+            return ""
+        case ["--help" | "-h"]:
+            return (
+                f"headrace-{name} {about} It runs until SIGTERM and takes no arguments: its settings are HEADRACE_* "
+                "variables, or a TOML file that HEADRACE_CONFIG names; see the README."
+            )
+        case ["--version"]:
+            return f"headrace-{name} {__version__}"
+    raise UsageError(f"{' '.join(arguments)!r}: no arguments are taken, settings are HEADRACE_* variables; see --help")
 
 
 def _install_signals(stop: threading.Event) -> None:
@@ -79,15 +98,19 @@ def serving(host: str, port: int, health: Health) -> Iterator[None]:
     """Serve `/metrics`, `/healthz` and `/readyz` in a thread; port 0 serves nothing.
 
     Raises:
-        HeadraceError: the port is taken.
+        Conflict: the port is taken.
+        UsageError: the host or the port cannot be listened on.
     """
     if port == 0:
         yield
         return
     try:
         server = ThreadingHTTPServer((host, port), _handler(health))
-    except OSError as error:
-        raise HeadraceError(f"port {port} on {host}: {error.strerror}; set HEADRACE_HEALTH_PORT") from error
+    except (OSError, UnicodeError) as error:  # a host that cannot be a name is a UnicodeError
+        message = f"port {port} on {host}: {getattr(error, 'strerror', None) or error}; set HEADRACE_HEALTH_PORT"
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise Conflict(message) from error
+        raise UsageError(f"{message} or HEADRACE_HEALTH_HOST") from error
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, name="health", daemon=True)
     thread.start()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from headrace.errors import UsageError
@@ -15,6 +16,12 @@ from headrace.hints import nearest
 
 PREFIX = "HEADRACE_"
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
+
+_LONGEST = 30 * 86_400.0  # seconds: what takes longer is a mistake, and clocks and sockets overflow at some time
+_MOST = 1 << 53  # Redis scripts count in doubles
+Pause = Annotated[float, Field(ge=0, le=_LONGEST, allow_inf_nan=False)]
+Seconds = Annotated[Pause, Field(gt=0)]
+Count = Annotated[int, Field(ge=1, le=_MOST)]
 
 # What is renewed, and by what: a lease or a registration must outlast two renewals that did not come.
 _OUTLASTS = (
@@ -39,29 +46,43 @@ class Settings(BaseSettings):
     health_port: int = Field(default=0, ge=0, le=65535, description="0: no port for metrics and health")
 
     dump_dir: Path = Path("/dev/shm/headrace")
-    rescan_seconds: float = Field(default=1.0, gt=0, description="how often the folder is read without an event")
-    heartbeat_seconds: float = Field(default=3.0, gt=0, description="how often leases and registration are renewed")
-    site_ttl_seconds: float = Field(default=15.0, gt=0)
+    rescan_seconds: Seconds = Field(default=1.0, description="how often the folder is read without an event")
+    heartbeat_seconds: Seconds = Field(default=3.0, description="how often leases and registration are renewed")
+    site_ttl_seconds: Seconds = 15.0
 
     engine_url: str = "http://127.0.0.1:30000"
-    engine_timeout_seconds: float = Field(default=600.0, gt=0, description="of one /generate")
-    canary_timeout_seconds: float = Field(default=60.0, gt=0)
-    max_requests: int = Field(default=64, ge=1, description="in flight to the engine")
-    max_tokens: int = Field(default=262_144, ge=1, description="in flight to the engine")
-    dump_cap_bytes: int = Field(default=8 << 30, ge=1, description="of the dump folder, promised ones included")
-    orphan_grace_seconds: float = Field(default=60.0, gt=0, description="before a dump that nobody asked for goes")
+    engine_timeout_seconds: Seconds = Field(default=600.0, description="of one /generate")
+    canary_timeout_seconds: Seconds = 60.0
+    max_requests: Count = Field(default=64, description="in flight to the engine")
+    max_tokens: Count = Field(default=262_144, description="in flight to the engine")
+    dump_cap_bytes: Count = Field(default=8 << 30, description="of the dump folder, promised ones included")
+    orphan_grace_seconds: Seconds = Field(default=60.0, description="before a dump that nobody asked for goes")
     quarantine_dir: Path = Path("/var/tmp/headrace-quarantine")
-    quarantine_bytes: int = Field(default=1 << 30, ge=0, description="oldest refused dumps go first")
+    quarantine_bytes: int = Field(default=1 << 30, ge=0, le=_MOST, description="oldest refused dumps go first")
 
-    window: int = Field(default=1000, ge=1, description="samples of a run that are fed and not done")
-    reap_seconds: float = Field(default=1.0, gt=0)
-    drain_seconds: float = Field(default=20.0, ge=0, description="for requests in flight, after SIGTERM")
+    window: Count = Field(default=1000, description="samples of a run that are fed and not done")
+    reap_seconds: Seconds = 1.0
+    drain_seconds: Pause = Field(default=20.0, description="for requests in flight, after SIGTERM")
 
-    lease_in_flight_seconds: float = Field(default=30.0, gt=0)
-    lease_grace_seconds: float = Field(default=20.0, gt=0, description="for the dump, after the HTTP answer")
-    lease_captured_seconds: float = Field(default=45.0, gt=0)
-    lease_storing_seconds: float = Field(default=60.0, gt=0)
-    lease_record_seconds: float = Field(default=30.0, gt=0)
+    lease_in_flight_seconds: Seconds = 30.0
+    lease_grace_seconds: Seconds = Field(default=20.0, description="for the dump, after the HTTP answer")
+    lease_captured_seconds: Seconds = 45.0
+    lease_storing_seconds: Seconds = 60.0
+    lease_record_seconds: Seconds = 30.0
+
+    @field_validator("engine_url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        if not _is_http(url):
+            raise ValueError("give http://HOST:PORT or https://HOST:PORT")
+        return url
+
+    @field_validator("dump_dir", "quarantine_dir")
+    @classmethod
+    def _check_path(cls, path: Path) -> Path:
+        if "\0" in str(path):
+            raise ValueError("no path has a NUL")
+        return path
 
     @classmethod
     def settings_customise_sources(
@@ -93,6 +114,15 @@ class _FileVariables(PydanticBaseSettingsSource):
     def __call__(self) -> dict[str, Any]:
         found = {name: self.get_field_value(field, name)[0] for name, field in self.settings_cls.model_fields.items()}
         return {name: value for name, value in found.items() if value is not None}
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, half an IPv6 address
+        return False
+    return whole and url.isprintable() and " " not in url
 
 
 def load_settings(**overrides: Any) -> Settings:

@@ -203,6 +203,22 @@ def test_an_output_folder_that_is_not_writable(
     assert bus.runs.names() == []
 
 
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_a_writers_dump_folder_that_is_a_file(tmp_path: Path, redis_url: str, below: str) -> None:
+    (tmp_path / "file").touch()
+    place = str(tmp_path / "file" / below)
+    environ = {"HEADRACE_REDIS_URL": redis_url, "HEADRACE_DUMP_DIR": place}
+    assert_one_line(headrace(script="writer", HEADRACE_LOG_LEVEL="error", **environ), 2, place, "HEADRACE_DUMP_DIR")
+
+
+@pytest.mark.parametrize("script", ["dispatcher", "watcher", "writer"])
+def test_services_take_no_arguments_and_say_what_they_do(script: str) -> None:
+    asked = headrace("--help", script=script)
+    assert (asked.returncode, asked.stderr) == (0, "")
+    assert asked.stdout.startswith(f"headrace-{script} ")
+    assert_one_line(headrace("--port", "1", script=script), 2, "--port 1", "--help")
+
+
 def test_settings_that_do_not_go_together() -> None:
     words = ("HEADRACE_SITE_TTL_SECONDS", "HEADRACE_HEARTBEAT_SECONDS (60)", "180 or more")
     assert_one_line(headrace(script="watcher", HEADRACE_HEARTBEAT_SECONDS="60"), 2, *words)
@@ -211,6 +227,7 @@ def test_settings_that_do_not_go_together() -> None:
 def test_a_setting_that_is_unknown_or_wrong() -> None:
     assert_one_line(headrace("list", HEADRACE_REDIS_ULR="x"), 2, "HEADRACE_REDIS_ULR", "HEADRACE_REDIS_URL")
     assert_one_line(headrace("list", HEADRACE_WINDOW="many"), 2, "HEADRACE_WINDOW")
+    assert_one_line(headrace(script="watcher", HEADRACE_ENGINE_URL="foo"), 2, "HEADRACE_ENGINE_URL", "http://HOST:PORT")
 
 
 def test_a_run_that_is_unknown(redis_url: str, bus: Bus) -> None:

@@ -26,10 +26,10 @@ SECONDS = 120.0
 
 
 @contextmanager
-def demo(folder: Path, model: Path, **environ: str) -> Iterator[subprocess.Popen[str]]:
+def demo(folder: Path, model: Path, limit: int = SAMPLES, **environ: str) -> Iterator[subprocess.Popen[str]]:
     """The demo over a tiny model, in a process group of its own, as a terminal's foreground job is."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
-    options = ("demo", "--folder", folder, "--limit", str(SAMPLES), "--model", model)
+    options = ("demo", "--folder", folder, "--limit", str(limit), "--model", model)
     process = subprocess.Popen(
         [sys.executable, "-c", "from headrace_cli.main import run; run()", *options],
         env={**clean, **environ},
@@ -104,6 +104,11 @@ def test_a_given_redis_is_used_and_no_other_is_started(tmp_path: Path, tiny: Pat
     assert f"stored {SAMPLES} / {SAMPLES}" in out
     assert bus.runs.names() == ["demo"]
     assert not (folder / "logs" / "redis.log").exists()
+    with demo(folder, tiny, limit=5, HEADRACE_REDIS_URL=redis_url) as process:
+        code, _, errors = end_of(process)
+    assert (code, len(errors.splitlines())) == (4, 1)
+    for word in ("12", "5", "--fresh", "--folder", "HEADRACE_REDIS_URL"):
+        assert word in errors
 
 
 def test_a_given_redis_that_is_away_is_said_at_once(tmp_path: Path, tiny: Path) -> None:

@@ -229,11 +229,21 @@ def test_a_bad_option_ends_in_one_line(tiny: Path, flags: list[str], variables: 
     assert message in ended.stderr
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid", "a..b"])
+def test_a_host_that_is_not_this_machine_is_named(tiny: Path, host: str) -> None:
+    ended = subprocess.run(
+        [SCRIPT, "--model", str(tiny), "--host", host, "--port", "0"],
+        env=engine_environ(), stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert f"{host} port 0" in ended.stderr
+
+
 def test_a_taken_port_is_named(tiny: Path, engine: EngineProcess) -> None:
     port = engine.url.rpartition(":")[2]
     ended = subprocess.run(
         [SCRIPT, "--model", str(tiny), "--port", port],
         env=engine_environ(), stderr=subprocess.PIPE, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert ended.returncode == 3
+    assert ended.returncode == 4
     assert f"port {port}" in ended.stderr

@@ -110,6 +110,24 @@ def test_a_server_that_cannot_serve_now_is_unavailable(reply: bytes) -> None:
     assert seconds < 8
 
 
+def test_a_database_that_the_server_has_not_is_a_usage_error(redis_url: str) -> None:
+    error, _ = error_of(f"{redis_url.rpartition('/')[0]}/99999")
+    assert isinstance(error, UsageError)
+    assert "/99999" in str(error)
+    assert "HEADRACE_REDIS_URL" in str(error)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [b"-ERR what nobody expects\r\n", b"-MOVED 1 127.0.0.1:7000\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\r\n"],
+)
+def test_whatever_else_a_server_says_is_an_error_of_ours(reply: bytes) -> None:
+    with answering(reply) as url:
+        error, _ = error_of(url)
+    assert url in str(error)
+    assert "HEADRACE_REDIS_URL" in str(error)
+
+
 def test_a_full_server_is_unavailable_and_changes_nothing_by_halves(tmp_path: Path) -> None:
     with ValkeyServer(tmp_path / "redis") as server:
         bus = Bus.open(server.url)

@@ -12,7 +12,7 @@ from headrace.bus import Bus, keys
 from headrace.bus.values import DESTINATION_FULL
 from headrace.errors import Conflict
 from headrace_cli.follow import follow
-from tests.support.bus_values import RUN, make_line, make_spec, start_run
+from tests.support.bus_values import RUN, make_line, make_site, make_spec, start_run
 from tests.support.commands import assert_one_line, headrace
 from tests.support.waiting import wait_until
 
@@ -74,6 +74,39 @@ def test_a_finished_run_with_failed_samples_is_0_with_the_counts(bus: Bus, redis
     assert status.returncode == 0
     assert "stored 4 / 5" in status.stdout
     assert "timeout 1" in status.stdout
+
+
+@pytest.mark.parametrize("reason", ["[/bold] x", "[red]x[/red]", "[link=http://x]x", ":warning: x", "[", "\\[x]"])
+def test_what_others_wrote_is_shown_as_it_is(bus: Bus, redis_url: str, reason: str) -> None:
+    start_run(bus, output=f"/data/{reason}")
+    paused = headrace("pause", RUN, "--reason", reason, HEADRACE_REDIS_URL=redis_url)
+    assert (paused.returncode, paused.stderr) == (0, "")
+    for command in (("status", RUN), ("list",)):
+        shown = headrace(*command, HEADRACE_REDIS_URL=redis_url)
+        assert (shown.returncode, shown.stderr) == (0, "")
+        assert f"paused: {reason}" in shown.stdout
+        assert f"/data/{reason}" in shown.stdout
+    assert_one_line(headrace("status", RUN, "--wait", HEADRACE_REDIS_URL=redis_url), 4, f"is paused: {reason};")
+    doctor = headrace("doctor", HEADRACE_REDIS_URL=redis_url)
+    assert "Traceback" not in doctor.stderr
+
+
+def test_doctor_shows_a_site_as_it_calls_itself(bus: Bus, redis_url: str) -> None:
+    bus.sites.register(make_site(model="[/bold]:x:\x1b[31m"), 60)
+    doctor = headrace("doctor", HEADRACE_REDIS_URL=redis_url)
+    assert doctor.returncode == 3
+    assert "[/bold]:x:[31m, boundaries" in doctor.stdout
+    assert "ok   Redis at" in doctor.stdout
+
+
+def test_no_command_writes_a_control_character(bus: Bus, redis_url: str) -> None:
+    start_run(bus)
+    bus.runs.pause(RUN, "a\x1b[31m\x07\x9b2Jb\rc")
+    for command in (("status", RUN), ("list",), ("status", RUN, "--wait")):
+        result = headrace(*command, HEADRACE_REDIS_URL=redis_url)
+        said = result.stdout + result.stderr
+        assert "a[31m2Jbc" in said
+        assert said.replace("\n", "").isprintable(), said
 
 
 def test_a_run_that_this_version_cannot_read_hides_no_other(bus: Bus, redis_url: str) -> None:

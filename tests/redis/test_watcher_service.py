@@ -241,6 +241,22 @@ def test_a_quarantine_inside_the_dump_folder_is_refused(redis_url: str, dumps: P
     assert "HEADRACE_QUARANTINE_DIR" in watcher.text()
 
 
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_a_quarantine_that_is_no_folder_is_refused(redis_url: str, dumps: Path, tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / below
+    with WatcherProcess(dumps, tmp_path, redis_url, "http://127.0.0.1:9", quarantine_dir=place) as watcher:
+        assert watcher.process.wait(20) == 2
+    assert f"quarantine {place} is not a folder; set HEADRACE_QUARANTINE_DIR" in watcher.text()
+
+
+def test_a_quarantine_that_keeps_nothing_needs_no_folder(redis_url: str, dumps: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    nothing = {"quarantine_dir": tmp_path / "file", "quarantine_bytes": 0}
+    with WatcherProcess(dumps, tmp_path, redis_url, "http://127.0.0.1:9", **nothing) as watcher:
+        watcher.wait_for("watching")
+
+
 def test_a_folder_that_vanishes_ends_the_process(redis_url: str, tmp_path: Path) -> None:
     folder = tmp_path / "made"
     with WatcherProcess(folder, tmp_path, redis_url, "http://127.0.0.1:9") as watcher:

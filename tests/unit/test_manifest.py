@@ -77,6 +77,8 @@ def test_a_line_round_trips_and_is_one_line(line: Line) -> None:
     "changes",
     [
         {"schema": 2},
+        {"schema": 0},
+        {"schema": -1},
         {"schema": "1"},
         {"colour": "red"},
         {"ordinal": "4"},
@@ -169,10 +171,12 @@ def test_a_dataset_round_trips_and_none_is_none(tmp_path: Path) -> None:
     "changes",
     [
         {"schema": 2},
+        {"schema": 0},
         {"schema": "1"},
         {"spec": None},
         {"spec": {}},
         {"spec": {**asdict(SPEC), "total": "100"}},
+        {"spec": {**asdict(SPEC), "total": -1}},
         {"identity": None},
         {"identity": "e"},
         {"identity": {"engine": "e"}},

@@ -162,6 +162,9 @@ def test_a_template_whose_prompt_opens_otherwise_than_the_turn_is_said_to_be_uns
         "{{ ''.__class__.__mro__ }}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
         "{{ range(10000000) | list | length }}",
+        f"{{{{ 'x' * {1 << 62} }}}}",
+        f"{{{{ '%{1 << 62}d' | format(1) }}}}",
+        f"{{% generation %}}{{{{ 'x' * {1 << 62} }}}}{{% endgeneration %}}",
     ],
 )
 def test_a_template_that_fails_rejects_the_sample(source: str) -> None:

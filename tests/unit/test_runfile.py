@@ -111,6 +111,23 @@ def test_a_wrong_value_is_named_with_what_to_give(tmp_path: Path, line: str, say
     assert says in _fault(tmp_path, WHOLE + line + "\n")
 
 
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [(r"a\u0000b", "embedded null"), ("~no-such-user/x", "home directory"), ("loop/x", "Symlink loop")],
+)
+@pytest.mark.parametrize("key", ["data", "output", "chat_template", "model"])
+def test_a_path_that_cannot_be_is_named_with_its_key(tmp_path: Path, key: str, value: str, says: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    lines = [line for line in WHOLE.splitlines() if not line.startswith(key)]
+    run_file = _write(tmp_path, "\n".join([*lines, f'{key} = "{value}"\n']))
+    with pytest.raises(UsageError) as caught:
+        load_run_file(run_file).model_folder(lambda word: None)
+    message = str(caught.value)
+    assert message.startswith(f"{run_file}: run.{key} = ")
+    assert says in message
+    assert message.isprintable()
+
+
 @pytest.mark.parametrize("data", ["[]", '""', "3", '["a", 3]'])
 def test_data_that_is_no_path_is_refused(tmp_path: Path, data: str) -> None:
     message = _fault(tmp_path, WHOLE.replace('"samples.jsonl"', data))

@@ -9,27 +9,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import Unreadable
-from headrace.runs import RunSpec
+from headrace.runs import MAX_TOTAL, RunSpec
 from tests.support.bus_values import make_spec
 
 SPEC = make_spec(total=100)
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 numbers = st.integers(0, 1 << 40)
+counts = st.integers(1, 1 << 40)
 specs = st.builds(
     RunSpec,
     run=texts,
     dataset=texts,
-    total=numbers,
+    total=st.integers(0, MAX_TOTAL),
     model=texts,
     model_digest=texts,
     engine_model=texts,
-    boundaries=st.lists(numbers, max_size=4).map(tuple),
-    final_state=texts,
-    hidden_size=numbers,
+    boundaries=st.sets(numbers, min_size=1, max_size=4).map(lambda some: tuple(sorted(some))),
+    final_state=st.sampled_from(["pre_norm", "post_norm"]),
+    hidden_size=counts,
     format=texts,
     output=texts,
-    max_attempts=numbers,
+    max_attempts=counts,
     schema=st.just(1),
 )
 
@@ -90,6 +91,28 @@ def test_a_newer_schema_says_to_upgrade() -> None:
 def test_an_unknown_name_or_a_wrong_type_is_unreadable(changes: dict[str, Any]) -> None:
     with pytest.raises(Unreadable, match="run spec"):
         RunSpec.decode(json.dumps({**asdict(SPEC), **changes}).encode())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("total", -1),
+        ("total", MAX_TOTAL + 1),
+        ("total", 10**12),
+        ("boundaries", []),
+        ("boundaries", [-1, 2]),
+        ("boundaries", [4, 2]),
+        ("boundaries", [2, 2]),
+        ("final_state", "mid_norm"),
+        ("hidden_size", 0),
+        ("max_attempts", 0),
+        ("schema", 0),
+        ("schema", -1),
+    ],
+)
+def test_a_value_that_no_run_has_is_unreadable_and_named(name: str, value: Any) -> None:
+    with pytest.raises(Unreadable, match=f"run spec: {name} "):
+        RunSpec.decode(json.dumps({**asdict(SPEC), name: value}).encode())
 
 
 @pytest.mark.parametrize("name", sorted(asdict(SPEC)))

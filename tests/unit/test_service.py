@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from headrace.errors import HeadraceError
+import headrace
+from headrace.errors import Conflict, UsageError
 from headrace.service import Health, serving
 from tests.support.http import get
 from tests.support.server import free_port
@@ -32,15 +33,16 @@ def loop(service):
     service.health.set("redis")
     service.stop.wait()
 
-run("child", loop, "redis", "folder")
+run("child", loop, "redis", "folder", about="does what a test needs.")
 """
 
 
 @contextmanager
-def child(**variables: str) -> Iterator[subprocess.Popen[str]]:
+def child(*arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", CHILD],
+        [sys.executable, "-c", CHILD, *arguments],
         env={**os.environ, **{f"HEADRACE_{name}": value for name, value in variables.items()}},
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -92,12 +94,42 @@ def test_a_port_that_is_taken_is_named_with_its_variable() -> None:
         port = taken.getsockname()[1]
         with child(HEALTH_PORT=str(port)) as process:
             code, errors = end_of(process)
-        assert code == 1
+        assert code == 4
         assert f"port {port}" in errors
         assert "HEADRACE_HEALTH_PORT" in errors
         assert errors.count("\n") == 1
-        with pytest.raises(HeadraceError, match="HEADRACE_HEALTH_PORT"), serving("127.0.0.1", port, Health()):
+        with pytest.raises(Conflict, match="HEADRACE_HEALTH_PORT"), serving("127.0.0.1", port, Health()):
             pass
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid", "a..b"])
+def test_a_host_that_is_not_this_machine_is_a_usage_error(host: str) -> None:
+    with pytest.raises(UsageError, match="HEADRACE_HEALTH_HOST"), serving(host, free_port(), Health()):
+        pass
+
+
+def answer_of(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a service that must not start."""
+    with child(*arguments) as process:
+        out, errors = process.communicate(timeout=20)
+    return process.returncode, out, errors
+
+
+def test_help_and_version_start_nothing() -> None:
+    for flag in ("--help", "-h"):
+        code, out, errors = answer_of(flag)
+        assert (code, errors, out.count("\n")) == (0, "", 1)
+        assert out.startswith("headrace-child does what a test needs. ")
+        assert "HEADRACE_CONFIG" in out
+    assert answer_of("--version") == (0, f"headrace-child {headrace.__version__}\n", "")
+
+
+@pytest.mark.parametrize("arguments", [("--port", "5"), ("start",), ("--help", "--version"), ("",)])
+def test_any_other_argument_is_refused_in_one_line(arguments: tuple[str, ...]) -> None:
+    code, out, errors = answer_of(*arguments)
+    assert (code, out, errors.count("\n")) == (2, "", 1)
+    assert f"{' '.join(arguments)!r}: no arguments are taken" in errors
+    assert "--help" in errors
 
 
 def test_readiness_names_each_part_that_is_not_ready() -> None:

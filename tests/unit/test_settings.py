@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from headrace.errors import UsageError
-from headrace.settings import load_settings
+from headrace.settings import Settings, load_settings
 
 
 def message_of(**overrides: Any) -> str:
@@ -118,6 +118,18 @@ def test_an_unknown_variable_is_answered_with_the_nearest(
         ("HEADRACE_LEASE_STORING_SECONDS", "0"),
         ("HEADRACE_LEASE_STORING_SECONDS", "soon"),
         ("HEADRACE_QUARANTINE_BYTES", "-1"),
+        ("HEADRACE_QUARANTINE_BYTES", str(1 << 60)),
+        ("HEADRACE_MAX_TOKENS", str(1 << 60)),
+        ("HEADRACE_ENGINE_URL", "foo"),
+        ("HEADRACE_ENGINE_URL", "ftp://x"),
+        ("HEADRACE_ENGINE_URL", "127.0.0.1:30000"),
+        ("HEADRACE_ENGINE_URL", "http://"),
+        ("HEADRACE_ENGINE_URL", "http://:30000"),
+        ("HEADRACE_ENGINE_URL", "http://h:port"),
+        ("HEADRACE_ENGINE_URL", "http://h:0"),
+        ("HEADRACE_ENGINE_URL", "http://[::1"),
+        ("HEADRACE_ENGINE_URL", "http://h ost"),
+        ("HEADRACE_ENGINE_URL", "http://h\n"),
     ],
 )
 def test_a_wrong_value_is_one_line_that_names_the_variable(
@@ -125,6 +137,35 @@ def test_a_wrong_value_is_one_line_that_names_the_variable(
 ) -> None:
     monkeypatch.setenv(variable, value)
     assert variable in message_of()
+
+
+_TIMES = sorted(name for name in Settings.model_fields if name.endswith("_seconds"))
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "1e30", "2592001", "-1"])
+@pytest.mark.parametrize("name", _TIMES)
+def test_a_time_is_finite_and_at_most_30_days(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    variable = f"HEADRACE_{name.upper()}"
+    monkeypatch.setenv(variable, value)
+    assert variable in message_of()
+
+
+def test_every_float_setting_is_a_time() -> None:
+    floats = sorted(name for name, field in Settings.model_fields.items() if field.annotation is float)
+    assert floats == _TIMES
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:30000", "https://engine.example/", "http://[::1]:30000", "http://h"])
+def test_an_engines_url_is_taken_as_it_is(url: str) -> None:
+    assert load_settings(engine_url=url).engine_url == url
+
+
+@pytest.mark.parametrize("name", ["dump_dir", "quarantine_dir"])
+def test_a_path_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    config = tmp_path / "headrace.toml"
+    config.write_text(f'{name} = "a\\u0000b"\n')
+    monkeypatch.setenv("HEADRACE_CONFIG", str(config))
+    assert f"HEADRACE_{name.upper()}" in message_of()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 import headrace
 from headrace.bus import Bus
@@ -168,7 +169,7 @@ def verify(
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     if as_json:
-        console.out.print_json(json.dumps(report.to_json()))
+        console.out.print_json(json.dumps(report.to_json()), ensure_ascii=True)
     else:
         console.out.print(render(report))
     report.require_whole()
@@ -180,8 +181,8 @@ def doctor() -> None:
     settings = load_settings()
     findings = examine(settings)
     for finding in findings:
-        mark = "[green]ok  [/]" if finding.ok else "[red]fix [/]"
-        console.out.print(f"{mark} {finding.what}" + ("" if finding.ok else f"\n     {finding.fix}"))
+        mark = Text("ok  ", style="green") if finding.ok else Text("fix ", style="red")
+        console.out.print(mark, finding.what + ("" if finding.ok else f"\n     {finding.fix}"))
     bad = sum(not finding.ok for finding in findings)
     if bad:
         raise Unavailable(f"{bad} of {len(findings)} checks need a change; see above")

@@ -3,22 +3,47 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.table import Table
 
 from headrace.bus.values import RunView
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+# Control characters but the tab and the line's end, and bytes of a file name that were no text.
+_UNPRINTABLE = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160))) | dict.fromkeys(
+    range(0xD800, 0xE000), "\ufffd"
+)
+
+
+def printable(text: str) -> str:
+    """The text without what a terminal would obey: reasons, paths and reports come from others."""
+    return text.translate(_UNPRINTABLE)
+
+
+class _DataConsole(Console):
+    """A console to which text is data: brackets and colons mean nothing in it, control characters are left out."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Render as rich does; its own escape sequences are styles or control segments, never text."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.is_control else Segment(printable(segment.text), segment.style)
+
+
+out = _DataConsole()
+err = _DataConsole(stderr=True)
 
 
 def progress_bar() -> Progress:
     """A bar with counts, a description and an estimate of the time left."""
     return Progress(
         SpinnerColumn(),
-        TextColumn("[progress.description]{task.description}"),
+        TextColumn("{task.description}", style="progress.description", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),

@@ -15,6 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from rich.text import Text
+
+from headrace.bus import Bus
 from headrace.bus.values import RunView
 from headrace.errors import Conflict, UsageError
 from headrace.settings import load_settings
@@ -54,7 +57,7 @@ def run_demo(folder: Path, *, fresh: bool, limit: int | None, model: str = SMOLL
 
 def _run(folder: Path, limit: int | None, model: str, interrupts: _Interrupts) -> None:
     clock = _Clock()
-    with console.out.status(f"checkpoint of {model}"):
+    with console.out.status(Text(f"checkpoint of {model}")):
         checkpoint = (resolve_model(model) or Path(model)).absolute()
     clock.lap("model")
     name = model if model == SMOLLM2 else str(checkpoint)
@@ -115,7 +118,7 @@ def _extract(stack: Stack, run_file: Path, clock: _Clock, limit: int | None, int
     clock.lap("start")
     bus = stack.bus()
     try:
-        view = submit_run(bus, run_file, start=0, end=None, limit=limit, engine_check=True)
+        view = _submit(bus, run_file, limit, own_redis=not stack.config.redis_url)
         if view.state == "paused":  # by an earlier call of the demo, whose fault is mended by now or shows again
             bus.runs.activate(view.spec.run)
         if view.state != "finished":
@@ -124,6 +127,16 @@ def _extract(stack: Stack, run_file: Path, clock: _Clock, limit: int | None, int
         bus.close()
     clock.lap("extract")
     return view
+
+
+def _submit(bus: Bus, run_file: Path, limit: int | None, *, own_redis: bool) -> RunView:
+    """Submit, with the demo's own ways out of a conflict: its run file is written anew by each call."""
+    try:
+        return submit_run(bus, run_file, start=0, end=None, limit=limit, engine_check=True)
+    except Conflict as error:
+        database = "" if own_redis else ", HEADRACE_REDIS_URL another database"
+        ways = f"--fresh starts over, --folder names another place{database}"
+        raise Conflict(f"{error} (a demo was here with other options: {ways})") from error
 
 
 @contextmanager

@@ -42,8 +42,7 @@ def submit_run(
     """
     loaded = load_run_file(run_file)
     if loaded.trust_remote_code:
-        note = f"{run_file}: trust_remote_code = true changes nothing: no checkpoint's own code is ever run"
-        console.err.print(note, markup=False)
+        console.err.print(f"{run_file}: trust_remote_code = true changes nothing: no checkpoint's own code is ever run")
     with console.progress_bar() as bar:
         task = bar.add_task("normalising samples", total=None)
         prepared = prepare(

@@ -10,4 +10,9 @@ def run() -> None:
     with needs_extra("dispatcher"):
         from headrace import service
         from headrace_dispatcher.daemon import loop
-    service.run("dispatcher", loop, "redis")
+    service.run(
+        "dispatcher",
+        loop,
+        "redis",
+        about="sends the samples of all runs to the registered engines, within their credits, and retries what lapsed.",
+    )

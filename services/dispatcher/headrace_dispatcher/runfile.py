@@ -71,9 +71,12 @@ class RunFile:
 
         `resolve_model` maps the word of a known model to its folder, anything else to None: then the model is a
         path, relative to the run file's folder.
+
+        Raises:
+            UsageError: the model cannot be a path.
         """
         known = resolve_model(self.model)
-        return _absolute(self.path.parent, self.model) if known is None else known.resolve()
+        return _absolute(self.path, "model", self.model) if known is None else known.resolve()
 
     def check_format(self, known_formats: Mapping[str, Collection[str]]) -> str:
         """Return the format's name; `known_formats` has for each the final states that it can be made from.
@@ -125,8 +128,8 @@ def load_run_file(path: Path) -> RunFile:
     return RunFile(
         path=path,
         name=run.name,
-        data=tuple(_absolute(path.parent, entry) for entry in data),
-        output=_absolute(path.parent, run.output),
+        data=tuple(_absolute(path, "data", entry) for entry in data),
+        output=_absolute(path, "output", run.output),
         model=run.model,
         engine_model=run.model if run.engine_model is None else run.engine_model,
         boundaries=run.boundaries if isinstance(run.boundaries, str) else tuple(run.boundaries),
@@ -134,7 +137,7 @@ def load_run_file(path: Path) -> RunFile:
         format=run.format,
         max_length=run.max_length,
         max_attempts=run.max_attempts,
-        chat_template=None if run.chat_template is None else _absolute(path.parent, run.chat_template),
+        chat_template=None if run.chat_template is None else _absolute(path, "chat_template", run.chat_template),
         mask=run.mask,
         trust_remote_code=run.trust_remote_code,
     )
@@ -175,5 +178,9 @@ def _faults(error: ValidationError, table: dict[str, Any]) -> Iterable[str]:
             yield f"run.{key} = {str(table[key])[:80]!r}: give {help_text}"
 
 
-def _absolute(base: Path, text: str) -> Path:
-    return (base / Path(text).expanduser()).resolve()
+def _absolute(run_file: Path, key: str, text: str) -> Path:
+    """The path of a key's value, relative to the run file's folder."""
+    try:
+        return (run_file.parent / Path(text).expanduser()).resolve()
+    except (ValueError, RuntimeError) as error:  # a NUL; the home of a user who is none, a loop of links
+        raise UsageError(f"{run_file}: run.{key} = {text[:80]!r}: {error}; give a path that can be") from error

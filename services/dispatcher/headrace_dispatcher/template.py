@@ -22,7 +22,9 @@ Span = tuple[int, int]
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARK = re.compile(f"([{_OPEN}{_CLOSE}])")
 # What a template's expressions can raise on messages that it was not written for.
-_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+_FAILURES = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError, MemoryError,
+)  # fmt: skip
 
 
 class _Generation(Extension):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ from pathlib import Path
 import uvicorn
 
 from headrace import logs
-from headrace.errors import HeadraceError, Unavailable
+from headrace.errors import Conflict, HeadraceError, Unavailable, UsageError
 from headrace_capture.config import CaptureConfig
 from headrace_engine.engine import Engine
 from headrace_engine.server import create_app
@@ -88,8 +89,11 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise Unavailable(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port") from error
+    except (OSError, UnicodeError) as error:  # a host that cannot be a name is a UnicodeError
+        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        kind = Conflict if taken else UsageError
+        message = f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}"
+        raise kind(f"{message}; choose another {'--port' if taken else '--host or --port'}") from error
 
 
 def _write_whole(path: Path, text: str) -> None:

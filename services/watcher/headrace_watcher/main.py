@@ -10,4 +10,11 @@ def run() -> None:
     with needs_extra("watcher"):
         from headrace import service
         from headrace_watcher.watcher import loop
-    service.run("watcher", loop, "redis", "engine", "canary")
+    service.run(
+        "watcher",
+        loop,
+        "redis",
+        "engine",
+        "canary",
+        about="judges each dump of HEADRACE_DUMP_DIR and registers the engine at HEADRACE_ENGINE_URL.",
+    )

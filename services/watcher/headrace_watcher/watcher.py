@@ -10,6 +10,7 @@ from headrace.bus import Bus
 from headrace.errors import Unavailable, UsageError
 from headrace.quarantine import Quarantine
 from headrace.service import Service
+from headrace.settings import Settings
 from headrace_watcher.admission import Admission
 from headrace_watcher.engine import EngineClient
 from headrace_watcher.events import watching
@@ -26,12 +27,11 @@ def loop(service: Service) -> None:
     """Watch the dump folder of the settings until the service is told to stop.
 
     Raises:
-        UsageError: the folder, the Redis URL or the password is wrong.
+        UsageError: the folder, the quarantine, the Redis URL or the password is wrong.
         Conflict: another watcher serves the folder, or it was made anew.
     """
     settings = service.settings
-    if settings.quarantine_dir.resolve().is_relative_to(settings.dump_dir.resolve()):
-        raise UsageError(f"quarantine {settings.quarantine_dir} lies in the dump folder; set HEADRACE_QUARANTINE_DIR")
+    _check_quarantine(settings)
     wake = threading.Event()
     with (
         DumpFolder.open(settings.dump_dir) as folder,
@@ -40,6 +40,21 @@ def loop(service: Service) -> None:
     ):
         log.info("watching", folder=str(folder.path), site=folder.site)
         Watcher(service, folder, client, wake).run()
+
+
+def _check_quarantine(settings: Settings) -> None:
+    """Refuse a place that can never hold a refused dump, and say what may hold one later."""
+    place = settings.quarantine_dir
+    if place.resolve().is_relative_to(settings.dump_dir.resolve()):
+        raise UsageError(f"quarantine {place} lies in the dump folder; set HEADRACE_QUARANTINE_DIR")
+    if settings.quarantine_bytes == 0:
+        return
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UsageError(f"quarantine {place} is not a folder; set HEADRACE_QUARANTINE_DIR") from error
+    except OSError as error:
+        log.warning("refused dumps cannot be kept now", quarantine=str(place), error=str(error))
 
 
 class Watcher:

@@ -10,4 +10,10 @@ def run() -> None:
     with needs_extra("writer"):
         from headrace import service
         from headrace_writer.worker import loop
-    service.run("writer", loop, "site", "redis")
+    service.run(
+        "writer",
+        loop,
+        "site",
+        "redis",
+        about="stores the captured dumps of HEADRACE_DUMP_DIR as rows of their datasets.",
+    )

@@ -12,7 +12,7 @@ from pathlib import Path
 from headrace import logs
 from headrace.bus import Bus
 from headrace.dumpfolder import read_site
-from headrace.errors import Unavailable, Unreadable
+from headrace.errors import Unavailable, Unreadable, UsageError
 from headrace.ids import NONCE_ALPHABET
 from headrace.service import Service
 from headrace_writer.handler import Handler
@@ -47,10 +47,17 @@ def loop(service: Service) -> None:
 
 
 def _await_site(service: Service, folder: Path) -> str | None:
-    """The site's id, once the watcher has written it; None when the writer is stopped before."""
+    """The site's id, once the watcher has written it; None when the writer is stopped before.
+
+    Raises:
+        UsageError: it is no folder, or what it holds cannot be read.
+    """
     said = False
     while not service.stop.is_set():
-        site = read_site(folder)
+        try:
+            site = read_site(folder)
+        except Unreadable as error:
+            raise UsageError(f"dump folder {folder}: {error}; set HEADRACE_DUMP_DIR to the watcher's folder") from error
         if site is not None:
             return site
         service.health.set("site", f"no watcher has taken {folder} yet")

@@ -11,7 +11,7 @@ import redis
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
-from headrace.errors import RedisAway, UsageError
+from headrace.errors import HeadraceError, RedisAway, UsageError
 
 # Above every blocking read (RQ's workers set their own), so that an idle wait is not taken for a dead server.
 SOCKET_TIMEOUT = 10.0
@@ -62,8 +62,9 @@ def translated(where: str) -> Iterator[None]:
     """Turn what redis-py raises into our errors; `where` names the server in the message.
 
     Raises:
-        UsageError: the password or user is wrong.
+        UsageError: the password, the user or the number of the database is wrong.
         RedisAway: no connection, a time-out, or a server that is loading, busy, read-only or full.
+        HeadraceError: the server says anything else that is not expected of a Redis of 6.2.
     """
     try:
         yield
@@ -83,7 +84,16 @@ def translated(where: str) -> Iterator[None]:
         if str(error).startswith(("NOAUTH", "WRONGPASS", "NOPERM")):
             message = f"Redis at {where} refused the password ({error}); set HEADRACE_REDIS_PASSWORD_FILE"
             raise UsageError(message) from error
-        raise
+        if "DB index" in str(error):
+            message = f"Redis at {where} has no such database ({error}); set HEADRACE_REDIS_URL to one that it has"
+            raise UsageError(message) from error
+        raise _unexpected(where, error) from error
+    except redis.RedisError as error:  # also what is no Redis at all
+        raise _unexpected(where, error) from error
+
+
+def _unexpected(where: str, error: redis.RedisError) -> HeadraceError:
+    return HeadraceError(f"Redis at {where}: {error}; is HEADRACE_REDIS_URL a Redis of 6.2 or newer, not a cluster?")
 
 
 def text(reply: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -201,8 +203,91 @@ def test_a_format_that_is_not_known_is_refused(model: Path, states: States, tmp_
         check(folder)
 
 
-def test_a_manifest_that_cannot_be_read_is_unavailable(dataset: Path) -> None:
-    # A folder in a segment's place: permissions stop no test that runs as root.
-    (dataset / "manifest" / "zzz.jsonl").mkdir()
-    with pytest.raises(Unavailable, match=r"zzz\.jsonl"):
-        check(dataset)
+def _not_json(folder: Path) -> None:
+    (folder / "headrace.json").write_text("{")
+
+
+def _dataset_file_as_folder(folder: Path) -> None:
+    (folder / "headrace.json").unlink(missing_ok=True)
+    (folder / "headrace.json").mkdir()
+
+
+@pytest.mark.parametrize(("damage", "why"), [(_not_json, "not JSON"), (_dataset_file_as_folder, "no regular file")])
+def test_a_folder_without_readable_books_is_refused_with_the_reasons(tmp_path: Path, damage: Damage, why: str) -> None:
+    damage(tmp_path)
+    with pytest.raises(UsageError, match=rf"headrace\.json: .*{why}.*; inputs: .*holds no inputs"):
+        check(tmp_path)
+
+
+# Folders in the place of files and the like: permissions stop no test that runs as root.
+def _folder_as_segment(folder: Path) -> None:
+    (folder / "manifest" / "aaa.jsonl").mkdir()
+
+
+def _dangling_segment(folder: Path) -> None:
+    (folder / "manifest" / "aaa.jsonl").symlink_to(folder / "nowhere")
+
+
+def _pipe_as_segment(folder: Path) -> None:
+    os.mkfifo(folder / "manifest" / "aaa.jsonl")
+
+
+@pytest.mark.parametrize("damage", [_folder_as_segment, _dangling_segment, _pipe_as_segment])
+def test_a_segment_that_cannot_be_read_is_named_and_the_others_count(dataset: Path, damage: Damage) -> None:
+    damage(dataset)
+    report = check(dataset)
+    assert (only(report).kind, only(report).where) == (Kind.UNREADABLE, "manifest/aaa.jsonl")
+    assert counted(report) == (TOTAL, TOTAL - 2, 1, 1, 0)
+    assert report.rows == TOTAL - 2
+
+
+def test_a_row_under_another_samples_ids_finds_its_owner_past_a_segment_that_cannot_be_read(dataset: Path) -> None:
+    _folder_as_segment(dataset)
+    shutil.copyfile(row_path(dataset, 1), row_path(dataset, 3))
+    details = [problem.detail for problem in check(dataset).problems if problem.kind is Kind.SWAPPED]
+    assert [detail.partition(" (")[0] for detail in details] == ["holds the row of ordinal 1"]
+
+
+@pytest.mark.parametrize("name", ["rows", "manifest"])
+def test_a_file_in_the_place_of_a_folder_is_named(dataset: Path, name: str) -> None:
+    shutil.rmtree(dataset / name)
+    (dataset / name).touch()
+    report = check(dataset)
+    assert (report.problems[0].kind, report.problems[0].where) == (Kind.UNREADABLE, name)
+    assert {problem.ordinal for problem in report.problems[1:]} == set(range(TOTAL - 2))
+
+
+@pytest.mark.parametrize("name", ["headrace.json", "inputs/run.json", "inputs/samples.jsonl"])
+def test_a_folder_in_the_place_of_a_file_of_the_books_is_named(dataset: Path, name: str) -> None:
+    (dataset / name).unlink()
+    (dataset / name).mkdir()
+    report = check(dataset)
+    assert only(report).kind is (Kind.DATASET if name == "headrace.json" else Kind.INPUTS)
+    assert report.rows == TOTAL - 2
+
+
+@pytest.mark.parametrize("total", [-1, 10**12])
+def test_a_total_that_no_run_has_is_a_damaged_headrace_json(dataset: Path, total: int) -> None:
+    path = dataset / "headrace.json"
+    path.write_text(path.read_text().replace(f'"total": {TOTAL}', f'"total": {total}'))
+    report = check(dataset)
+    assert only(report).kind is Kind.DATASET
+    assert f"total is {total}" in only(report).detail
+    assert report.total == TOTAL
+
+
+@pytest.mark.parametrize("tolerance", [math.nan, math.inf, -math.inf, 0.0, -1e-3])
+def test_a_tolerance_that_is_no_finite_number_above_0_is_refused(dataset: Path, tolerance: float) -> None:
+    with pytest.raises(UsageError, match="tolerance"):
+        verify(dataset, model=None, sample=1, all_rows=False, semantic=False, tolerance=tolerance, progress=None)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not stop root")
+@pytest.mark.parametrize("mode", [0o600, 0o300])
+def test_a_folder_that_cannot_be_listed_or_searched_is_unavailable(dataset: Path, mode: int) -> None:
+    dataset.chmod(mode)
+    try:
+        with pytest.raises(Unavailable, match="make it readable"):
+            check(dataset)
+    finally:
+        dataset.chmod(0o700)

@@ -17,9 +17,10 @@ from tests.support.datasets import (
     build,
     edit_line,
     edit_lines,
+    row_path,
     segment,
 )
-from tests.support.verified import check, counted, only
+from tests.support.verified import check, counted, kinds, only
 
 
 def test_a_damaged_line_is_named_by_segment_and_number(dataset: Path) -> None:
@@ -107,6 +108,12 @@ def test_a_sample_that_failed_and_was_stored_later_is_stored(dataset: Path) -> N
         ({"tokens": 16}, "the inputs have 17"),
         ({"boundaries": [2, 4, 6]}, "the run has [2, 4, 5]"),
         ({"proof": "count"}, "expected 'ids'"),
+        ({"reason": "x"}, "with the reason 'x'"),
+        ({"at": ""}, "at ''"),
+        ({"at": "junk"}, "at 'junk'"),
+        ({"at": "2026-07-23"}, "at '2026-07-23'"),
+        ({"at": "2026-07-23T10:15:00+00:00"}, "expected UTC like"),
+        ({"at": "2026-02-30T10:15:00Z"}, "expected UTC like"),
         ({"request": "req_3"}, "is not a headrace request id"),
         ({"request": "hr-proof-4-nonce000-17-0123456789abcdef"}, "is not one of run 'proof', ordinal 3"),
         ({"request": "hr-proof-3-nonce000-17-0123456789abcdef"}, "does not prove the inputs' token ids"),
@@ -132,6 +139,7 @@ def test_a_line_that_disagrees_with_the_run_or_the_inputs_is_named(
         (REJECTED, {"status": "failed", "reason": "x"}, "the inputs reject the sample"),
         (REJECTED, {"reason": "empty"}, "the inputs say too_long"),
         (FAILED, {"reason": ""}, "without a reason"),
+        (FAILED, {"at": "junk"}, "at 'junk'"),
         (FAILED, {"path": "rows/000000/000000009.safetensors"}, "names the file"),
         (FAILED, {"request": "hr-proof-3-nonce000-17-0123456789abcdef"}, "ordinal 9"),
     ],
@@ -154,3 +162,40 @@ def test_a_row_of_a_sample_that_the_inputs_reject_is_wrong(model: Path, states: 
     problem = only(check(dataset))
     assert (problem.kind, problem.ordinal) == (Kind.WRONG_LINE, 4)
     assert "the inputs reject the sample: too_long" in problem.detail
+
+
+def test_every_line_of_a_segment_of_another_run_is_named_and_none_speaks_for_a_row(dataset: Path) -> None:
+    foreign = segment(dataset).read_bytes().replace(b"hr-proof-", b"hr-other-").replace(b"xxh3:", b"xxh3:0")
+    (dataset / "manifest" / "000.jsonl").write_bytes(foreign)
+    report = check(dataset)
+    # The lines of samples without a row name no request: nothing tells them from the run's own.
+    assert report.counts == {Kind.WRONG_LINE: TOTAL - 2}
+    assert {problem.where.partition(":")[0] for problem in report.problems} == {"manifest/000.jsonl"}
+    assert (report.rows, counted(report)) == (TOTAL - 2, (TOTAL, TOTAL - 2, 1, 1, 0))
+
+
+def test_a_damaged_row_is_judged_by_its_own_line_beside_one_of_another_run(dataset: Path) -> None:
+    foreign = segment(dataset).read_bytes().replace(b"hr-proof-", b"hr-other-")
+    (dataset / "manifest" / "000.jsonl").write_bytes(foreign)
+    path = row_path(dataset, 4)
+    path.write_bytes(path.read_bytes()[:-1] + b"\x00\x00")
+    assert Kind.SIZE in [problem.kind for problem in check(dataset).problems if problem.ordinal == 4]
+
+
+def test_a_line_under_another_ordinal_is_named_beside_the_row_that_lost_it(dataset: Path) -> None:
+    edit_lines(dataset, lambda lines: [line | {"ordinal": 3} if line["ordinal"] == 2 else line for line in lines])
+    report = check(dataset)
+    assert kinds(report) == {2: [Kind.LOST_LINE], 3: [Kind.WRONG_LINE]}
+
+
+def test_a_repeated_line_with_a_malformed_time_is_named(dataset: Path) -> None:
+    edit_lines(dataset, lambda lines: [*lines, lines[2] | {"at": "junk"}])
+    assert (only(check(dataset)).kind, only(check(dataset)).ordinal) == (Kind.WRONG_LINE, 2)
+
+
+@pytest.mark.parametrize("schema", [0, -1])
+def test_a_line_of_a_schema_that_never_was_is_damaged(dataset: Path, schema: int) -> None:
+    edit_line(dataset, FAILED, schema=schema)
+    problem = only(check(dataset))
+    assert problem.kind is Kind.DAMAGED_LINE
+    assert f"schema {schema} was never written" in problem.detail

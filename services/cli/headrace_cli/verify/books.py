@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from array import array
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headrace.errors import Unreadable, UsageError
+from headrace.errors import Unavailable, Unreadable, UsageError
 from headrace.ids import digest_ids
 from headrace.manifest import (
     DATASET_FILE,
@@ -17,15 +19,14 @@ from headrace.manifest import (
     MANIFEST_FOLDER,
     SEGMENT_SUFFIX,
     STATUSES,
-    Damage,
     Dataset,
     Line,
-    ManifestReader,
     Status,
     decode_line,
     read_dataset,
 )
 from headrace.runs import Identity, RunSpec
+from headrace_cli.verify.lines import is_time
 from headrace_cli.verify.problems import Findings, Kind
 from headrace_dispatcher.inputs import Inputs, RejectedSample, Sample
 from headrace_writer import formats
@@ -84,13 +85,16 @@ class Books:
 
         Raises:
             UsageError: the folder holds no dataset, or one of a format that this headrace does not know.
-            OSError: it cannot be read.
+            OSError: the folder itself cannot be read.
         """
+        _check_folder(folder)
         dataset = _dataset(folder, findings)
         inputs = _inputs(folder, findings)
         spec = dataset.spec if dataset else inputs.spec if inputs else None
         if spec is None:
-            raise UsageError(f"{folder} holds no {DATASET_FILE} and no {INPUTS_FOLDER} that can be read: no dataset")
+            why = "; ".join(f"{problem.where}: {problem.detail}" for problem in findings.problems)
+            books_missing = f"holds no {DATASET_FILE} and no {INPUTS_FOLDER} that can be read"
+            raise UsageError(f"{folder} {books_missing} ({why}); give a dataset's folder")
         if dataset and inputs and dataset.spec.digest != inputs.spec.digest:
             detail = "; ".join(dataset.spec.differences(inputs.spec))
             findings.add(Kind.DATASET, DATASET_FILE, f"another extraction than that of {INPUTS_FOLDER}: {detail}")
@@ -133,7 +137,7 @@ class Books:
             return None
         try:
             return self.inputs[ordinal]
-        except Unreadable as error:
+        except (Unreadable, Unavailable) as error:
             self._findings.add(Kind.INPUTS, INPUTS_FOLDER, str(error), ordinal)
             return None
 
@@ -146,14 +150,20 @@ class Books:
             return None
         self._scans += 1
         proof = f"-{len(token_ids) // 8}-{digest_ids(token_ids)}"
-        for line in ManifestReader(self.folder).read_new(mentioning=proof.encode()):
-            if not isinstance(line, Damage) and line.request.endswith(proof):
-                return line.ordinal
+        for segment in self._segments:
+            with suppress(OSError):  # found when the segment was read first
+                for _, _, data in self._lines(segment):
+                    if proof.encode() not in data:
+                        continue
+                    with suppress(Unreadable):
+                        line = decode_line(data)
+                        if line.request.endswith(proof):
+                            return line.ordinal
         return None
 
     def _find_rows(self) -> None:
         root = self.folder / self.form.path(0).parts[0]
-        for path in _files_below(root):
+        for path in self._files_below(root):
             relative = path.relative_to(self.folder).as_posix()
             digits = re.findall(r"\d{1,18}", path.name)
             ordinal = int(digits[-1]) if digits else self.spec.total
@@ -162,19 +172,51 @@ class Books:
             else:
                 self._findings.add(Kind.FOREIGN_FILE, relative, f"no row of this run of {self.spec.total} samples")
 
+    def _files_below(self, root: Path) -> Iterator[Path]:
+        """Everything that is no folder, links to folders too, in order; what cannot be read is a problem."""
+
+        def add(error: OSError) -> None:
+            self._add_unreadable(Path(error.filename).relative_to(self.folder).as_posix(), error)
+
+        for folder, folders, files in os.walk(root, onerror=add):
+            links = [name for name in folders if (Path(folder) / name).is_symlink()]
+            folders.sort()
+            for name in sorted(files + links):
+                yield Path(folder) / name
+
     def _read_manifest(self) -> None:
-        for path in sorted((self.folder / MANIFEST_FOLDER).glob(f"*{SEGMENT_SUFFIX}")):
-            self._segments.append(path.name)
-            offset = 0
-            with path.open("rb") as file:
-                for number, data in enumerate(file, start=1):
+        try:
+            names = sorted(path.name for path in (self.folder / MANIFEST_FOLDER).iterdir())
+        except OSError as error:
+            self._add_unreadable(MANIFEST_FOLDER, error)
+            return
+        for name in names:
+            if not name.endswith(SEGMENT_SUFFIX):
+                continue
+            self._segments.append(name)
+            try:
+                for number, offset, data in self._lines(name):
                     if not data.endswith(b"\n"):
-                        where = f"{MANIFEST_FOLDER}/{path.name}:{number}"
+                        where = f"{MANIFEST_FOLDER}/{name}:{number}"
                         self._findings.note(f"{where}: an unterminated tail of {len(data)} bytes is ignored")
-                        break
-                    if data.strip():
-                        self._take(path.name, number, offset, data)
-                    offset += len(data)
+                    elif data.strip():
+                        self._take(name, number, offset, data)
+            except OSError as error:
+                self._add_unreadable(f"{MANIFEST_FOLDER}/{name}", error)
+
+    def _lines(self, segment: str) -> Iterator[tuple[int, int, bytes]]:
+        """Number, offset and bytes of a segment's lines, an unterminated tail too; raises OSError."""
+        path, offset = self.folder / MANIFEST_FOLDER / segment, 0
+        _check_regular(path)
+        with path.open("rb") as file:
+            for number, data in enumerate(file, start=1):
+                yield number, offset, data
+                offset += len(data)
+
+    def _add_unreadable(self, where: str, error: OSError) -> None:
+        # What is not there yet, or was taken away meanwhile, shows in the books; a link to nothing is no such thing.
+        if not isinstance(error, FileNotFoundError):
+            self._findings.add(Kind.UNREADABLE, where, error.strerror or str(error))
 
     def _take(self, segment: str, number: int, offset: int, data: bytes) -> None:
         where = f"{MANIFEST_FOLDER}/{segment}:{number}"
@@ -231,37 +273,39 @@ class Books:
 
 
 def _content(line: Line) -> Line:
-    return replace(line, at="")
+    """A line but for its time, unless that is malformed: the check of the line must see it."""
+    return replace(line, at="") if is_time(line.at) else line
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise UsageError for what is no folder, OSError for one that cannot be listed and searched."""
+    try:
+        with os.scandir(f"{folder}/."):
+            pass
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(f"{folder} is no folder; give a dataset's folder") from None
+
+
+def _check_regular(path: Path) -> None:
+    """Raise OSError for what is there but no file, nor a link to one: to open a pipe would wait for ever."""
+    if os.path.lexists(path) and not path.is_file():
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
 
 
 def _dataset(folder: Path, findings: Findings) -> Dataset | None:
     try:
+        _check_regular(folder / DATASET_FILE)
         return read_dataset(folder)
     except Unreadable as error:
         findings.add(Kind.DATASET, DATASET_FILE, str(error))
-    except NotADirectoryError:
-        raise UsageError(f"{folder} is no folder; give a dataset's folder") from None
+    except OSError as error:
+        findings.add(Kind.DATASET, DATASET_FILE, error.strerror or str(error))
     return None
 
 
 def _inputs(folder: Path, findings: Findings) -> Inputs | None:
     try:
         return Inputs.open(folder)
-    except (UsageError, Unreadable) as error:
+    except (UsageError, Unreadable, Unavailable) as error:
         findings.add(Kind.INPUTS, INPUTS_FOLDER, str(error))
     return None
-
-
-def _files_below(root: Path) -> Iterator[Path]:
-    """Everything that is no folder, links to folders too, in order; nothing where there is no `root`."""
-    if not root.exists():
-        return
-    for folder, folders, files in os.walk(root, onerror=_raise):
-        links = [name for name in folders if (Path(folder) / name).is_symlink()]
-        folders.sort()
-        for name in sorted(files + links):
-            yield Path(folder) / name
-
-
-def _raise(error: OSError) -> None:
-    raise error

@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime
 
 from headrace.errors import InvalidId
 from headrace.ids import RequestId, encode_ids
 from headrace.manifest import Line
 from headrace.runs import RunSpec
-from headrace_cli.verify.problems import Kind
 from headrace_dispatcher.inputs import RejectedSample, Sample
 from headrace_writer.formats.base import Format
 
 # The one proof that this version writes: by token ids.
 PROOF = "ids"
+_AT = "%Y-%m-%dT%H:%M:%SZ"
 
 
-def line_faults(
+def line_fault(
     spec: RunSpec, form: Format, ordinal: int, line: Line, sample: Sample | RejectedSample | None
-) -> Iterator[tuple[Kind, str]]:
-    """Say what a sample's line gets wrong; `sample` is None where the inputs cannot be read."""
+) -> str | None:
+    """Say what a sample's line gets wrong, None for nothing; `sample` is None where the inputs cannot be read."""
     problems = [*_against_run(spec, form, ordinal, line)]
     if sample is not None:
         problems += _against_inputs(line, sample)
-    if problems:
-        yield Kind.WRONG_LINE, "; ".join(problems)
+    return "; ".join(problems) or None
+
+
+def is_time(at: str) -> bool:
+    """Whether a line's `at` has the one form that is written: UTC to the second, `2026-01-31T23:59:59Z`."""
+    try:
+        return datetime.fromisoformat(at).strftime(_AT) == at
+    except ValueError:
+        return False
 
 
 def _against_run(spec: RunSpec, form: Format, ordinal: int, line: Line) -> Iterator[str]:
     if line.boundaries != spec.boundaries:
         yield f"boundaries {list(line.boundaries)}, the run has {list(spec.boundaries)}"
+    if not is_time(line.at):
+        yield f"at {line.at!r}, expected UTC like 2026-01-31T23:59:59Z"
     if line.request or line.status == "stored":
         yield from _request(spec, ordinal, line)
     if line.status == "stored":
@@ -38,6 +48,8 @@ def _against_run(spec: RunSpec, form: Format, ordinal: int, line: Line) -> Itera
             yield f"path {line.path!r}, the ordinal's is {path}"
         if line.proof != PROOF:
             yield f"proof {line.proof!r}, expected {PROOF!r}"
+        if line.reason:
+            yield f"stored, and yet with the reason {line.reason!r}"
         return
     if (line.path, line.bytes, line.checksum) != ("", 0, ""):
         yield f"{line.status}, and yet it names the file {line.path!r}"

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -134,7 +133,7 @@ def _summary(report: Report) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    table.add_row("dataset", escape(f"{report.folder}  (run {report.run})"))
+    table.add_row("dataset", Text(f"{report.folder}  (run {report.run})"))
     table.add_row(
         "books",
         f"{report.total} samples = {report.stored} stored + {report.rejected} rejected + {report.failed} failed + "
@@ -145,7 +144,7 @@ def _summary(report: Report) -> Table:
     if (recomputed := report.recomputed) is not None:
         speed = f", {recomputed.tokens / recomputed.seconds:,.0f} tokens/s" if recomputed.seconds > 0 else ""
         table.add_row("recomputed", f"{recomputed.rows} rows, {recomputed.tokens:,} tokens{speed}")
-        table.add_row("with", escape(report.model))
+        table.add_row("with", Text(report.model))
     if (ranks := report.ranks) is not None:
         outcome = "" if ranks.conclusive else ", inconclusive"
         table.add_row(
@@ -175,7 +174,7 @@ def _problems(report: Report) -> Table:
     table.add_column("detail", overflow="fold")
     for problem in report.problems[:SHOWN]:
         ordinal = "" if problem.ordinal is None else str(problem.ordinal)
-        table.add_row(problem.kind.value, ordinal, escape(problem.where), escape(problem.detail))
+        table.add_row(problem.kind.value, ordinal, Text(problem.where), Text(problem.detail))
     hidden = sum(report.counts.values()) - min(SHOWN, len(report.problems))
     if hidden:
         table.add_row("...", "", "", f"{hidden} more; --json gives the first {len(report.problems)}")

@@ -16,7 +16,6 @@ from headrace.ids import RequestId, encode_ids
 from headrace.manifest import Line
 from headrace.masks import decode_mask
 from headrace_cli.verify.books import Books, Entry
-from headrace_cli.verify.lines import line_faults
 from headrace_cli.verify.problems import Kind
 from headrace_dispatcher.inputs import RejectedSample, Sample
 from headrace_writer.formats.base import Row, States
@@ -34,11 +33,9 @@ Fault = tuple[Kind, str]
 class Checked:
     """What the check of one row found.
 
-    `entry` is the line that counts; `size` the file's bytes, 0 when it is not there; `tokens` N, 0 unless the row
-    is without fault.
+    `size` is the file's bytes, 0 when it is not there; `tokens` N, 0 unless the row is without fault.
     """
 
-    entry: Entry
     faults: tuple[Fault, ...]
     size: int
     tokens: int
@@ -52,38 +49,32 @@ def check_row(books: Books, ordinal: int, entries: Sequence[Entry], sample: Samp
         ordinal: the sample's.
         entries: its `stored` lines, at least one; the one that matches the file counts.
         sample: what the inputs say of it, None where they cannot be read.
-
-    Raises:
-        OSError: the file cannot be read.
     """
     place = books.folder / books.form.path(ordinal)
     try:
         size, checksum = _measure(place)
     except FileNotFoundError:
-        faults = [*line_faults(books.spec, books.form, ordinal, entries[0].line, sample)]
-        return _checked(entries[0], [(Kind.MISSING_ROW, "its line says stored, the row is not there"), *faults], 0)
-    except Unreadable as error:
-        return _checked(entries[0], [(Kind.UNREADABLE, str(error))], 0)
+        return _checked([(Kind.MISSING_ROW, "its line says stored, the row is not there")], 0)
+    except (Unreadable, OSError) as error:
+        return _checked([(Kind.UNREADABLE, str(error))], 0)
     matching = [entry for entry in entries if (entry.line.bytes, entry.line.checksum) == (size, checksum)]
     entry = (matching or entries)[0]
     faults = [] if matching else [_file_fault(entries, size, checksum)]
-    line_says = [*line_faults(books.spec, books.form, ordinal, entry.line, sample)]
     try:
         row = books.form.read(place)
-    except Unreadable as error:
+    except (Unreadable, OSError) as error:
         kind, detail = faults[0] if faults else (Kind.UNREADABLE, "the file is what its line says")
-        return _checked(entry, [(kind, f"{detail}; {error}"), *line_says], size)
+        return _checked([(kind, f"{detail}; {error}")], size)
     owner = _owner(books, row, ordinal, sample)
     if owner is not None:
         detail = f"holds the row of ordinal {owner} ({books.form.path(owner)}), by its own token ids"
-        return _checked(entry, [(Kind.SWAPPED, detail), *line_says], size)
-    faults += line_says
+        return _checked([(Kind.SWAPPED, detail)], size)
     faults += _content_faults(books, row, entry.line, sample)
-    return _checked(entry, faults, size, len(row.token_ids) // 8)
+    return _checked(faults, size, len(row.token_ids) // 8)
 
 
-def _checked(entry: Entry, faults: list[Fault], size: int, tokens: int = 0) -> Checked:
-    return Checked(entry=entry, faults=tuple(faults), size=size, tokens=0 if faults else tokens)
+def _checked(faults: list[Fault], size: int, tokens: int = 0) -> Checked:
+    return Checked(faults=tuple(faults), size=size, tokens=0 if faults else tokens)
 
 
 def _measure(place: Path) -> tuple[int, str]:

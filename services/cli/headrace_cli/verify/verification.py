@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from array import array
@@ -13,7 +14,7 @@ from pathlib import Path
 from headrace.errors import Unavailable, UsageError
 from headrace.runs import RunSpec
 from headrace_cli.verify.books import Books
-from headrace_cli.verify.lines import line_faults
+from headrace_cli.verify.lines import line_fault
 from headrace_cli.verify.problems import Findings, Kind
 from headrace_cli.verify.report import Ranks, Recomputed, Report
 from headrace_cli.verify.rows import check_row
@@ -46,9 +47,12 @@ def verify(
         progress: called with steps done and in all.
 
     Raises:
-        UsageError: the folder holds no dataset; the model that was asked for cannot be used, or needs an extra.
+        UsageError: the folder holds no dataset; the tolerance is no finite number above 0; the model that was asked
+            for cannot be used, or needs an extra.
         Unavailable: the folder cannot be read.
     """
+    if tolerance is not None and not (math.isfinite(tolerance) and tolerance > 0):
+        raise UsageError(f"tolerance {tolerance}: give a finite number above 0, or none for that of the dtype")
     try:
         return _Verification(folder, progress).run(model, sample, all_rows, semantic, tolerance)
     except OSError as error:
@@ -111,25 +115,30 @@ class _Verification:
             status = books.status(ordinal)
             counts[status or "open"] += 1
             if status is not None:
-                sound[ordinal] = self._check_sample(books, ordinal, status)
+                sound[ordinal] = self._check_sample(books, ordinal)
             self._step()
         self._seconds = time.perf_counter() - started
         return counts, sound
 
-    def _check_sample(self, books: Books, ordinal: int, status: str) -> int:
+    def _check_sample(self, books: Books, ordinal: int) -> int:
         sample = books.sample(ordinal)
-        entries = [entry for entry in books.entries(ordinal) if entry.line.status == status]
-        if status != "stored":
-            for kind, detail in line_faults(books.spec, books.form, ordinal, entries[0].line, sample):
-                self._findings.add(kind, entries[0].where, detail, ordinal)
+        judged = [
+            (entry, line_fault(books.spec, books.form, ordinal, entry.line, sample)) for entry in books.entries(ordinal)
+        ]
+        for entry, fault in judged:
+            if fault is not None:
+                self._findings.add(Kind.WRONG_LINE, entry.where, fault, ordinal)
+        stored = [entry for entry, _ in judged if entry.line.status == "stored"]
+        sound = [entry for entry, fault in judged if entry.line.status == "stored" and fault is None]
+        if not stored:
             return 0
-        checked = check_row(books, ordinal, entries, sample)
+        # A wrong line, of another run say, must not speak for the row where another one can.
+        checked = check_row(books, ordinal, sound or stored, sample)
         for kind, detail in checked.faults:
-            where = checked.entry.where if kind is Kind.WRONG_LINE else str(books.form.path(ordinal))
-            self._findings.add(kind, where, detail, ordinal)
+            self._findings.add(kind, str(books.form.path(ordinal)), detail, ordinal)
         self._rows += checked.size > 0
         self._bytes += checked.size
-        return checked.tokens
+        return checked.tokens if sound else 0
 
     def _recompute(
         self, books: Books, model: Path, chosen: list[int], tolerance: float | None, *, required: bool
