@@ -236,4 +236,4 @@ def test_a_run_that_is_unknown(redis_url: str, bus: Bus) -> None:
 
 
 def test_a_folder_that_holds_no_dataset(tmp_path: Path) -> None:
-    assert_one_line(headrace("verify", tmp_path), 2, str(tmp_path), "no dataset")
+    assert_one_line(headrace("verify", tmp_path), 2, str(tmp_path), "no headrace.json")

@@ -118,6 +118,13 @@ def test_a_given_redis_that_is_away_is_said_at_once(tmp_path: Path, tiny: Path) 
     assert "no Redis at redis://127.0.0.1:1/0" in errors
 
 
+def test_a_model_that_is_none_is_said_as_it_was_written(tmp_path: Path) -> None:
+    with demo(tmp_path / "demo", tmp_path / "[/bold]") as process:
+        code, _, errors = end_of(process)
+    assert (code, "[/bold] holds no config.json" in errors) == (3, True)
+    assert "Traceback" not in errors
+
+
 def test_a_folder_that_holds_something_else_or_another_demo_is_refused(tmp_path: Path, tiny: Path) -> None:
     folder = tmp_path / "demo"
     with demo(folder, tiny) as first:

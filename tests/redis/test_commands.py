@@ -82,7 +82,7 @@ def test_what_others_wrote_is_shown_as_it_is(bus: Bus, redis_url: str, reason: s
     paused = headrace("pause", RUN, "--reason", reason, HEADRACE_REDIS_URL=redis_url)
     assert (paused.returncode, paused.stderr) == (0, "")
     for command in (("status", RUN), ("list",)):
-        shown = headrace(*command, HEADRACE_REDIS_URL=redis_url)
+        shown = headrace(*command, HEADRACE_REDIS_URL=redis_url, COLUMNS="200")
         assert (shown.returncode, shown.stderr) == (0, "")
         assert f"paused: {reason}" in shown.stdout
         assert f"/data/{reason}" in shown.stdout

@@ -183,4 +183,5 @@ def _absolute(run_file: Path, key: str, text: str) -> Path:
     try:
         return (run_file.parent / Path(text).expanduser()).resolve()
     except (ValueError, RuntimeError) as error:  # a NUL; the home of a user who is none, a loop of links
-        raise UsageError(f"{run_file}: run.{key} = {text[:80]!r}: {error}; give a path that can be") from error
+        fault = str(error).rstrip(".")
+        raise UsageError(f"{run_file}: run.{key} = {text[:80]!r}: {fault}; give a path that can be") from error
