@@ -19,7 +19,8 @@ from headrace.bus.values import Attempt, Site
 from headrace.dumps import ENGINE_FILE, LOST_SUFFIX, PRE_NORM, EngineCard, Lost, encode_json
 from headrace.ids import RequestId
 from tests.support.dumps import ENGINE, MODEL, WEIGHTS, make_dump
-from tests.support.stores import BOUNDARIES, HIDDEN, RUN, Sample
+from tests.support.http import get
+from tests.support.stores import BOUNDARIES, HIDDEN, RUN, Sample, make_spec
 from tests.support.waiting import wait_until
 
 BOOT = "bootbootboot"
@@ -222,3 +223,20 @@ class WatcherProcess:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(10)
+
+
+def registered(bus: Bus) -> Site:
+    """Wait for a registration."""
+    return wait_until(lambda: (bus.sites.registered() or [None])[0], what="a registration")
+
+
+def start_run(bus: Bus, out: Path, total: int = 8) -> None:
+    """A run whose samples are all pending."""
+    bus.runs.create(make_spec(out, total=total))
+    bus.runs.activate(RUN)
+    bus.runs.feed(RUN, 0, [""] * total)
+
+
+def ready(port: int) -> tuple[int, str]:
+    """What /readyz says."""
+    return get(port, "/readyz")
