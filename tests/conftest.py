@@ -39,6 +39,24 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GivenServ
 
 
 @pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of this worker's own, for the whole session; tests empty it."""
+    with ValkeyServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GivenServer | ValkeyServer]:
+    """A server for the whole session: the one that HEADRACE_TEST_REDIS_URL names, which tests empty, or a new one."""
+    given = os.environ.get(_TEST_REDIS)
+    if given:
+        yield GivenServer(given)
+        return
+    with ValkeyServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def redis_url(redis_server: GivenServer | ValkeyServer) -> str:
     """Where the session's server listens."""
     return redis_server.url

@@ -14,10 +14,12 @@ from tests.support.bus_values import (
     SITE,
     capture,
     claim,
+    lapse,
     make_attempt,
     make_line,
     make_site,
     start_run,
+    state_of,
 )
 
 pytestmark = pytest.mark.redis
@@ -27,15 +29,6 @@ pytestmark = pytest.mark.redis
 def bus(bus: Bus) -> Bus:
     """The bus with leases that lapse only when a test says so."""
     return Bus(bus.redis, leases=LONG)
-
-
-def lapse(bus: Bus, key: str, name: str) -> None:
-    assert bus.redis.zadd(key, {name: 1}, xx=True, ch=True) == 1
-
-
-def state_of(bus: Bus, ordinal: int) -> list[str]:
-    value = bus.redis.hget(keys.opened(RUN), ordinal)
-    return value.decode().split("|") if value else []
 
 
 def test_a_late_dump_of_an_earlier_attempt_wins_over_the_live_one(bus: Bus) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from headrace.bus import Bus
+from headrace.bus import Bus, keys
 from headrace.bus.values import Attempt, Leases, Site
 from headrace.ids import RequestId
 from headrace.manifest import Line
@@ -113,3 +113,14 @@ def capture(bus: Bus, request: RequestId, site: str = SITE) -> int:
     outcome = bus.requests.capture(request, site, 100 * request.tokens, IDENTITY)
     assert outcome.outcome == "captured"
     return outcome.job
+
+
+def lapse(bus: Bus, key: str, name: str) -> None:
+    """A lease that is there ended long ago."""
+    assert bus.redis.zadd(key, {name: 1}, xx=True, ch=True) == 1
+
+
+def state_of(bus: Bus, ordinal: int) -> list[str]:
+    """A sample as Redis keeps it; empty when it is not open."""
+    value: Any = bus.redis.hget(keys.opened(RUN), str(ordinal))
+    return value.decode().split("|") if value else []
