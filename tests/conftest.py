@@ -10,9 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from headrace.bus import Bus
 from headrace.bus.values import Leases
-from tests.support.server import GivenServer, ValkeyServer
-
-_TEST_REDIS = "HEADRACE_TEST_REDIS_URL"
+from tests.support.server import ValkeyServer
 
 settings.register_profile("headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", parent=settings.get_profile("headrace"), derandomize=True)
@@ -23,19 +21,8 @@ SHORT = Leases(in_flight=5.0, grace=2.0, captured=5.0, storing=5.0, record=5.0)
 
 @pytest.fixture(autouse=True)
 def _no_settings_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("HEADRACE_") and name != _TEST_REDIS]:
+    for name in [name for name in os.environ if name.startswith("HEADRACE_")]:
         monkeypatch.delenv(name)
-
-
-@pytest.fixture(scope="session")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GivenServer | ValkeyServer]:
-    """A server for the whole session: the one that HEADRACE_TEST_REDIS_URL names, which tests empty, or a new one."""
-    given = os.environ.get(_TEST_REDIS)
-    if given:
-        yield GivenServer(given)
-        return
-    with ValkeyServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
 
 
 @pytest.fixture(scope="session")
@@ -43,23 +30,6 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server of this worker's own, for the whole session; tests empty it."""
     with ValkeyServer(tmp_path_factory.mktemp("redis")) as server:
         yield server.url
-
-
-@pytest.fixture(scope="session")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GivenServer | ValkeyServer]:
-    """A server for the whole session: the one that HEADRACE_TEST_REDIS_URL names, which tests empty, or a new one."""
-    given = os.environ.get(_TEST_REDIS)
-    if given:
-        yield GivenServer(given)
-        return
-    with ValkeyServer(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def redis_url(redis_server: GivenServer | ValkeyServer) -> str:
-    """Where the session's server listens."""
-    return redis_server.url
 
 
 @pytest.fixture

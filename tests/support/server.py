@@ -23,12 +23,6 @@ def free_port() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class GivenServer:
-    """A server that somebody else runs."""
-
-    url: str
-
-
 class ValkeyServer:
     """One server on the loopback; port and folder stay the same over restarts.
 
