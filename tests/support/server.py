@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 import redis
@@ -22,7 +21,6 @@ def free_port() -> int:
     return port
 
 
-@dataclass(frozen=True, slots=True)
 class ValkeyServer:
     """One server on the loopback; port and folder stay the same over restarts.
 
