@@ -24,7 +24,7 @@ from headrace_dispatcher.rebuild import rebuild
 log = logs.get(__name__)
 
 _PROBE_SECONDS = 3.0
-_SPARE = 1 << 20  # bytes that must be free beyond what waits to be stored, before a full destination is tried again
+_SPARE = 1 << 20  # bytes that must be free beyond two rows before a full destination is tried again
 
 
 class Reaper:
