@@ -10,7 +10,7 @@ import pytest
 
 from headrace import metrics
 from headrace.bus import Bus, keys
-from headrace.bus.values import DESTINATION_FULL, Attempt
+from headrace.bus.values import DESTINATION_FULL
 from headrace.errors import RedisAway
 from headrace.manifest import INPUTS_FOLDER
 from headrace.messages import RecordJob, StoreJob, decode
@@ -66,16 +66,7 @@ def reaper(bus: Bus, tmp_path: Path, samples: list[Sample]) -> Iterator[Reaper]:
 
 
 def claim(bus: Bus, sample: Sample, attempt: int = 0) -> None:
-    request = sample.request(attempt)
-    opened = Attempt(
-        ordinal=sample.ordinal,
-        request=str(request),
-        tokens=request.tokens,
-        dump_bytes=1000,
-        sample=sample.name,
-        mask=sample.mask,
-    )
-    assert bus.requests.claim(RUN, "s1", "boot", [opened]) == ["claimed"]
+    assert bus.requests.claim(RUN, "s1", "boot", [sample.opened(attempt)]) == ["claimed"]
 
 
 def lapse(bus: Bus, key: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.bus import Bus, keys
-from headrace.bus.values import DESTINATION_FULL, Attempt, RunView, Site
+from headrace.bus.values import DESTINATION_FULL, RunView, Site
 from headrace.errors import Conflict, Unavailable, Unreadable
 from headrace.messages import Record, RecordJob
 from headrace.runs import Identity
@@ -93,17 +93,8 @@ def handler(make_handler: MakeHandler) -> Handler:
 
 def capture(bus: Bus, sample: Sample, attempt: int = 0) -> None:
     """Claim and capture one attempt."""
-    request = sample.request(attempt)
-    opened = Attempt(
-        ordinal=sample.ordinal,
-        request=str(request),
-        tokens=request.tokens,
-        dump_bytes=1000,
-        sample=sample.name,
-        mask=sample.mask,
-    )
-    assert bus.requests.claim(RUN, "s1", "boot", [opened]) == ["claimed"]
-    assert bus.requests.capture(request, "s1", 1000, IDENTITY).outcome == "captured"
+    assert bus.requests.claim(RUN, "s1", "boot", [sample.opened(attempt)]) == ["claimed"]
+    assert bus.requests.capture(sample.request(attempt), "s1", 1000, IDENTITY).outcome == "captured"
 
 
 def view_of(bus: Bus) -> RunView:

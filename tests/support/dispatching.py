@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from headrace_dispatcher.inputs import Sample as InputSample
 from headrace_dispatcher.inputs_writer import InputsWriter
 from headrace_dispatcher.rebuild import rebuild
 from tests.support.bus_values import make_line
+from tests.support.http import StubServer
 from tests.support.stores import RUN, Sample, make_sample, make_spec
 from tests.support.waiting import wait_until
 from tests.support.watched import make_site
@@ -66,19 +66,13 @@ def view_of(bus: Bus, run: str = RUN) -> RunView:
     return view
 
 
-class Engine:
+class Engine(StubServer):
     """Answers `/generate` with what `reply` returns, a status and a body, and remembers what it was asked."""
 
     def __init__(self, reply: Callable[[dict[str, Any]], tuple[int, bytes]] | None = None) -> None:
         self.reply = reply or (lambda body: (200, b'{"text": "", "meta_info": {}}'))
         self.asked: list[dict[str, Any]] = []
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        super().__init__()
 
     def site(self, name: str = "s1", **changes: Any) -> Site:
         """Its registration."""
@@ -88,35 +82,13 @@ class Engine:
         """Which samples were sent here, sorted."""
         return sorted(int(body["rid"].split("-")[2]) for body in self.asked)
 
-    def __enter__(self) -> Engine:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-def _handler(engine: Engine) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, content = 200, b""
-            if self.path == "/generate":
-                engine.asked.append(body)
-                status, content = engine.reply(body)
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    return Handler
+    def answer(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        """Answer `/generate` with the reply, all else with nothing."""
+        if path != "/generate":
+            return 200, b""
+        asked = json.loads(body)
+        self.asked.append(asked)
+        return self.reply(asked)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 import xxhash
 
+from headrace.bus.values import Attempt
 from headrace.ids import RequestId
 from headrace.manifest import INPUTS_FOLDER, SPEC_FILE, Damage, Line, ManifestReader
 from headrace.masks import decode_mask, encode_mask
@@ -58,6 +59,18 @@ class Sample:
     def request(self, attempt: int = 0) -> RequestId:
         """The id of an attempt."""
         return RequestId.make(RUN, self.ordinal, f"nonce{attempt:03d}", self.token_ids)
+
+    def opened(self, attempt: int = 0) -> Attempt:
+        """An attempt as a dispatcher records it."""
+        request = self.request(attempt)
+        return Attempt(
+            ordinal=self.ordinal,
+            request=str(request),
+            tokens=request.tokens,
+            dump_bytes=4096,
+            sample=self.name,
+            mask=self.mask,
+        )
 
     def job(self, attempt: int = 0, **changes: Any) -> StoreJob:
         """The job that stores an attempt; `changes` replaces fields."""

@@ -7,19 +7,17 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from headrace.bus import Bus
-from headrace.bus.values import Attempt, Site
+from headrace.bus.values import Site
 from headrace.dumps import ENGINE_FILE, LOST_SUFFIX, PRE_NORM, EngineCard, Lost, encode_json
 from headrace.ids import RequestId
 from tests.support.dumps import ENGINE, MODEL, WEIGHTS, make_dump
-from tests.support.http import get
+from tests.support.http import StubServer, get
 from tests.support.stores import BOUNDARIES, HIDDEN, RUN, Sample, make_spec
 from tests.support.waiting import wait_until
 
@@ -91,21 +89,11 @@ def lose(folder: Path, request: RequestId, reason: str, detail: str = "for a tes
 
 def claim(bus: Bus, site: str, samples: Sequence[Sample], attempt: int = 0) -> None:
     """Record an attempt at each sample, as a dispatcher does before it posts."""
-    attempts = [
-        Attempt(
-            ordinal=sample.ordinal,
-            request=str(sample.request(attempt)),
-            tokens=len(sample.token_ids),
-            dump_bytes=4096,
-            sample=sample.name,
-            mask=sample.mask,
-        )
-        for sample in samples
-    ]
+    attempts = [sample.opened(attempt) for sample in samples]
     assert bus.requests.claim(RUN, site, BOOT, attempts) == ["claimed"] * len(samples)
 
 
-class StubEngine:
+class StubEngine(StubServer):
     """An engine's HTTP side; what it does with a canary is up to `on_canary`, which publishes into `folder`."""
 
     def __init__(self, folder: Path) -> None:
@@ -114,15 +102,9 @@ class StubEngine:
         self.info: Mapping[str, Any] = {"max_req_input_len": 1000}
         self.canaries: list[RequestId] = []
         self.status = 200
-        self.answer = b'{"text": "", "meta_info": {}}'
+        self.reply = b'{"text": "", "meta_info": {}}'
         self.on_canary: Callable[[RequestId, list[int]], object] = self.capture
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        super().__init__()
 
     def boot(self, **changes: Any) -> None:
         """Publish the card, as the plugin does once a boot."""
@@ -132,47 +114,25 @@ class StubEngine:
         """Publish the states of a canary."""
         return publish(self.folder, request, token_ids)
 
-    def __enter__(self) -> StubEngine:
-        self._thread.start()
-        return self
+    def answer(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+        """Answer as SGLang does, for what a watcher asks."""
+        match method, path:
+            case "GET", "/health":
+                return self.health, b""
+            case "GET", "/get_server_info":
+                return 200, json.dumps(self.info).encode()
+            case "POST", "/generate":
+                return self._generate(json.loads(body))
+        return 404, b"not found"
 
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-def _handler(engine: StubEngine) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.path == "/health":
-                self._answer(engine.health, b"")
-            elif self.path == "/get_server_info":
-                self._answer(200, json.dumps(engine.info).encode())
-            else:
-                self._answer(404, b"not found")
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            request = RequestId.parse(body["rid"])
-            assert self.path == "/generate"
-            assert body["extra_key"] == body["rid"]
-            assert body["sampling_params"]["max_new_tokens"] == 0
-            engine.canaries.append(request)
-            if engine.status == 200:
-                engine.on_canary(request, body["input_ids"])
-            self._answer(engine.status, engine.answer)
-
-        def _answer(self, status: int, body: bytes) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    return Handler
+    def _generate(self, body: dict[str, Any]) -> tuple[int, bytes]:
+        request = RequestId.parse(body["rid"])
+        assert body["extra_key"] == body["rid"]
+        assert body["sampling_params"]["max_new_tokens"] == 0
+        self.canaries.append(request)
+        if self.status == 200:
+            self.on_canary(request, body["input_ids"])
+        return self.status, self.reply
 
 
 class WatcherProcess:

@@ -78,7 +78,7 @@ def test_a_canary_that_was_aborted_or_dropped_fails_with_its_answer(
     tmp_path: Path, meta: str, words: tuple[str, ...]
 ) -> None:
     with StubEngine(tmp_path) as engine:
-        engine.answer = f'{{"text": "", "meta_info": {meta}}}'.encode()
+        engine.reply = f'{{"text": "", "meta_info": {meta}}}'.encode()
         _, posted = ask(engine.url, lambda client: client.post_canary(REQUEST, IDS, 5.0), answers=2)
     assert isinstance(posted, Posted)
     assert all(word in posted.problem for word in words), posted
