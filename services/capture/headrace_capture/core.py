@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import torch
 
+from headrace.boundaries import resolve_boundaries
 from headrace.dumps import ENGINE_FILE, POST_NORM, PRE_NORM, EngineCard, encode_json
 from headrace.errors import UsageError
 from headrace.ids import NONCE_ALPHABET
@@ -66,9 +67,7 @@ class Capture:
             raise UsageError(f"states of {dtype} cannot be captured; serve the model in bfloat16, float16 or float32")
         if final_state not in (PRE_NORM, POST_NORM):
             raise UsageError(f"final state {final_state!r}: it is {PRE_NORM} or {POST_NORM}")
-        ascending = bool(boundaries) and list(boundaries) == sorted(set(boundaries))
-        if not ascending or boundaries[0] < 0 or boundaries[-1] > layers:
-            raise UsageError(f"boundaries {list(boundaries)}: give ascending numbers from 0 to {layers}")
+        boundaries = resolve_boundaries(boundaries, layers)
         self._shape = RowShape(boundaries=len(boundaries), hidden_size=hidden_size, dtype=dtype)
         if config.buffer_bytes < self._shape.row_bytes:
             raise UsageError(
