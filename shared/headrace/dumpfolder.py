@@ -10,10 +10,12 @@ from typing import Any
 
 from headrace.dumps import SITE_FILE, Dump, EngineCard, Lost, check_schema, decode_metadata
 from headrace.errors import Unreadable
+from headrace.finalnorm import FinalNorm
 from headrace.records import build
 from headrace.tensorfile import MAX_HEADER, decode_header
 
 _MAX_IDS = 8 << 24  # bytes; a sparse file may claim more than there is memory
+_MAX_NORM = 8 << 20  # bytes; a million float32 weights and a header
 
 
 def read_dump(path: Path) -> Dump:
@@ -66,6 +68,16 @@ def read_lost(path: Path) -> Lost:
     table = _json(path)
     try:
         return build(Lost, table)
+    except Unreadable as error:
+        raise Unreadable(f"{path.name}: {error}") from error
+
+
+def read_norm(path: Path) -> FinalNorm:
+    """Read a final norm's file; raises Unreadable, or FileNotFoundError."""
+    with open_nofollow(path) as file:
+        data = file.read(_MAX_NORM)
+    try:
+        return FinalNorm.decode(data)
     except Unreadable as error:
         raise Unreadable(f"{path.name}: {error}") from error
 

@@ -107,6 +107,7 @@ def test_warm_up_and_health_probes_are_real_forwards_that_nobody_captures(
 ) -> None:
     before = engine.info()["headrace"]["capture"]["ignored"]
     assert before > 0
+    assert engine.info()["disable_radix_cache"] is True
     assert engine.status("/health_generate") == 200
     assert engine.info()["headrace"]["capture"]["ignored"] > before
     ids = random_ids(4, seed=1)
@@ -184,6 +185,26 @@ def test_unknown_fields_are_taken(engine: EngineProcess) -> None:
     body = {"input_ids": [5, 6], "extra_key": "x", "stream": False, "sampling_params": {"top_p": 1.0}}
     assert engine.post("/generate", body).status_code == 200
     assert engine.post("/abort_request", {}).status_code == 400
+
+
+def test_a_prefix_cache_is_told_and_what_comes_from_it_is_lost_by_name(tiny: Path, tmp_path: Path) -> None:
+    dump_dir = tmp_path / "dumps"
+    flags = ("--model", str(tiny), "--prefix-cache", "1000")
+    with EngineProcess(tmp_path, *flags, environ={"HEADRACE_DUMP_DIR": str(dump_dir)}) as engine:
+        engine.wait_ready()
+        assert engine.info()["disable_radix_cache"] is False
+        ids = random_ids(30, seed=1)
+
+        def meta(nonce: str, extra_key: str) -> dict[str, Any]:
+            body = {"input_ids": ids, "rid": rid_for(ids, 0, nonce), "extra_key": extra_key}
+            answer = engine.post("/generate", body | {"sampling_params": {"max_new_tokens": 0}})
+            table: dict[str, Any] = answer.json()["meta_info"]
+            return table
+
+        first, again, own = meta("aaaa0000", "x"), meta("bbbb0000", "x"), meta("cccc0000", "y")
+        assert [each["cached_tokens"] for each in (first, again, own)] == [0, 29, 0]
+        assert [each.get("headrace") for each in (first, again, own)] == [None, "dropped:prefix_cached", None]
+        wait_dump(dump_dir, own["id"])
 
 
 def test_full_queue_limit_and_sigterm(tiny: Path, tmp_path: Path) -> None:

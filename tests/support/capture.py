@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from headrace.ids import RequestId
 from headrace.verdicts import Match, Requirement, judge
 from headrace_capture.config import CaptureConfig
 from headrace_capture.core import Capture
+from headrace_capture.folder import Folder
 from headrace_capture.forward import Forward, Piece
 
 BOUNDARIES = (2, 4, 5)
@@ -95,6 +96,7 @@ def start_capture(
     hidden_size: int = HIDDEN,
     norm_weight: torch.Tensor | None = None,
     device: str = "cpu",
+    open_folder: Callable[[Path, str], Folder] = Folder,
 ) -> Capture:
     """A capture whose wait for the buffer is long enough never to matter."""
     config = CaptureConfig(
@@ -118,6 +120,7 @@ def start_capture(
         norm_weight=norm_weight,
         norm_eps=1e-5,
         device=device,
+        open_folder=open_folder,
     )
 
 

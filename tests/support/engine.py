@@ -26,16 +26,22 @@ def engine_environ(**variables: str) -> dict[str, str]:
 
 
 class EngineProcess:
-    """`headrace-engine` on a free port; ends with SIGTERM when the block does, or is killed."""
+    """`headrace-engine`, or another command with its flags, on a free port; ends with SIGTERM when the block does."""
 
-    def __init__(self, folder: Path, *flags: str, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        environ: Mapping[str, str] | None = None,
+        command: Sequence[str | Path] = (SCRIPT,),
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._port_file = folder / "port"
         self._port_file.unlink(missing_ok=True)  # of an earlier engine in this folder
         self.log = folder / "engine.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [SCRIPT, "--port", "0", "--port-file", str(self._port_file), "--threads", "1", *flags],
+                [*command, "--port", "0", "--port-file", str(self._port_file), "--threads", "1", *flags],
                 env=engine_environ(**(environ or {})),
                 stderr=log,
             )

@@ -6,17 +6,18 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 
 from headrace.boundaries import resolve_boundaries
 from headrace.dumps import ENGINE_FILE, POST_NORM, PRE_NORM, EngineCard, encode_json
 from headrace.errors import UsageError
+from headrace.finalnorm import FinalNorm
 from headrace.ids import NONCE_ALPHABET
 from headrace.reasons import Reason
-from headrace.tensorfile import encode_header, layout
 from headrace_capture.assembly import Assembly, Loss, Place
 from headrace_capture.batching import batches
 from headrace_capture.config import CaptureConfig
@@ -40,7 +41,7 @@ class Capture:
 
     `boundaries` are ascending and read back from the model, `final_state` is `pre_norm` or `post_norm`, `layers` the
     model's layer count, `norm_weight` [D] and `norm_eps` those of its final norm where they can be had; `device` is
-    where the states will lie.
+    where the states will lie. `open_folder` opens the dump folder for a boot.
 
     Raises:
         UsageError: the folder cannot be used, the buffer cannot be had or holds no row, or an argument contradicts
@@ -62,6 +63,7 @@ class Capture:
         norm_weight: torch.Tensor | None = None,
         norm_eps: float = 0.0,
         device: torch.device | str = "cpu",
+        open_folder: Callable[[Path, str], Folder] = Folder,
     ) -> None:
         if dtype not in DTYPES:
             raise UsageError(f"states of {dtype} cannot be captured; serve the model in bfloat16, float16 or float32")
@@ -79,7 +81,7 @@ class Capture:
         self._device = torch.device(device)
         self.boot = "".join(secrets.choice(NONCE_ALPHABET) for _ in range(_BOOT_LENGTH))
         self._copier = copier(self._shape, self._device)
-        self._folder = Folder(config.dump_dir, self.boot)
+        self._folder = open_folder(config.dump_dir, self.boot)
         try:
             norm = "" if norm_weight is None else self._put_norm(norm_weight, norm_eps)
             card = EngineCard(
@@ -239,7 +241,12 @@ class Capture:
             raise UsageError(
                 f"the final norm's weight is {values.dtype} {list(values.shape)}, expected [{self._shape.hidden_size}]"
             )
-        head = encode_header(layout([("weight", DTYPES[values.dtype], tuple(values.shape))]), {"eps": repr(eps)})
+        norm = FinalNorm(
+            dtype=DTYPES[values.dtype],
+            hidden_size=self._shape.hidden_size,
+            weight=bytes(values.view(torch.uint8).tolist()),
+            eps=eps,
+        )
         name = norm_file(self.boot)
-        self._folder.put(name, head + bytes(values.view(torch.uint8).tolist()), replace=True)
+        self._folder.put(name, norm.encode(), replace=True)
         return name

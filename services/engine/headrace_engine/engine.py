@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from headrace import __version__, logs
 from headrace.errors import HeadraceError, Unavailable, UsageError
 from headrace_capture.config import CaptureConfig
 from headrace_engine.checkpoint import checksum, smollm2_checkpoint
+from headrace_engine.faults.log import Hits
+from headrace_engine.faults.plan import Fault
 from headrace_engine.settings import SMOLLM2, EngineSettings
 from headrace_engine.steps import Answer
 
@@ -36,6 +39,7 @@ class Engine:
     ) -> None:
         self.settings = settings
         self.failure: HeadraceError | None = None
+        self._hits = Hits(settings.faults)
         self._capture_config = capture_config
         self._on_failure = on_failure
         self._model: TargetModel | None = None
@@ -55,9 +59,16 @@ class Engine:
         return self._ready and not self._stopping.is_set()
 
     def submit(
-        self, rid: str, prompt: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = False
+        self,
+        rid: str,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        *,
+        ignore_eos: bool = False,
+        extra_key: str = "",
+        aborted: bool = False,
     ) -> Future[Answer]:
-        """Check a prompt and queue it.
+        """Check a prompt and queue it; with `aborted` it ends before it runs.
 
         Raises:
             UsageError: the prompt is empty, too long or holds ids that the model does not have; or the id is in flight.
@@ -72,7 +83,13 @@ class Engine:
         if not 0 <= min(prompt) <= max(prompt) < model.vocab_size:
             raise UsageError(f"input_ids holds ids outside of 0 to {model.vocab_size - 1}")
         room = self.context_length - len(prompt) - 1
-        return scheduler.submit(rid, prompt, min(max_new_tokens, room), ignore_eos=ignore_eos)
+        new = min(max_new_tokens, room)
+        return scheduler.submit(rid, prompt, new, ignore_eos=ignore_eos, extra_key=extra_key, aborted=aborted)
+
+    def fault(self, rid: str) -> Fault | None:
+        """How a request that arrives is to go wrong; None without a fault plan. Raises Unavailable as `submit` does."""
+        self._parts()
+        return self._hits.choose(rid, self._capture.boot if self._capture else "")
 
     def probe(self) -> Future[Answer]:
         """Queue a real forward of one token, as SGLang's /health_generate does."""
@@ -105,7 +122,7 @@ class Engine:
             "max_queued_requests": self.settings.max_queued,
             "dtype": self.settings.dtype,
             "weight_version": self.settings.weight_version,
-            "disable_radix_cache": True,
+            "disable_radix_cache": not self.settings.prefix_cache,
             "allow_auto_truncate": False,
             "speculative_algorithm": None,
             "speculative_draft_model_path": None,
@@ -158,6 +175,7 @@ class Engine:
         # Imported here because torch and transformers take seconds, and the port answers before.
         import torch
 
+        from headrace_engine.faults.forwards import Forwards
         from headrace_engine.model import TargetModel, quiet
         from headrace_engine.scheduler import Scheduler
 
@@ -182,6 +200,8 @@ class Engine:
             max_queued=settings.max_queued,
             weight_version=settings.weight_version,
             on_failure=self._fail,
+            prefix_cache=settings.prefix_cache,
+            faults=Forwards(self._hits, self._stopping) if settings.faults else None,
         )
         self._model, self._scheduler = model, scheduler
         scheduler.start()
@@ -189,6 +209,7 @@ class Engine:
             scheduler.drain(0.0)
             return
         self._warm_up(model, scheduler)
+        self._stopping.wait(self._hits.plan.starting_seconds)
         self._ready = True
         _log.info(
             "ready", model=settings.name, boundaries=list(model.boundaries), final_state=model.final_state,
@@ -197,6 +218,8 @@ class Engine:
 
     def _open_capture(self, config: CaptureConfig, model: TargetModel, content: str) -> Capture:
         from headrace_capture.core import Capture
+        from headrace_capture.folder import Folder
+        from headrace_engine.faults.files import SpoilingFolder
 
         settings = self.settings
         return Capture(
@@ -211,6 +234,7 @@ class Engine:
             dtype=model.dtype,
             norm_weight=model.norm_weight,
             norm_eps=model.norm_eps,
+            open_folder=partial(SpoilingFolder, hits=self._hits) if settings.faults else Folder,
         )
 
     def _warm_up(self, model: TargetModel, scheduler: Scheduler) -> None:

@@ -30,25 +30,25 @@ def run() -> None:
     sys.exit(code)
 
 
-def main(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code."""
+def main(arguments: Sequence[str], environ: Mapping[str, str], kind: type[Engine] = Engine) -> int:
+    """Serve an engine of this kind until SIGTERM or SIGINT; returns the exit code."""
     try:
         settings = load_settings(arguments, environ)
         logs.configure("engine", settings.log_level, settings.log_format)
-        return _serve(settings, CaptureConfig.from_environ(environ))
+        return _serve(settings, CaptureConfig.from_environ(environ), kind)
     except HeadraceError as error:
         sys.stderr.write(f"headrace-engine: {error}\n")
         return error.exit_code
 
 
-def _serve(settings: EngineSettings, capture_config: CaptureConfig | None) -> int:
+def _serve(settings: EngineSettings, capture_config: CaptureConfig | None, kind: type[Engine]) -> int:
     listener = _listen(settings.host, settings.port)
     port = listener.getsockname()[1]
 
     def stop(*_: object) -> None:
         server.should_exit = True
 
-    engine = Engine(settings, capture_config, on_failure=stop)
+    engine = kind(settings, capture_config, on_failure=stop)
     config = uvicorn.Config(
         create_app(engine), log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=_LEAVE
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from threading import Condition, Thread
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,9 @@ import torch
 from headrace import logs
 from headrace.errors import HeadraceError, Unavailable, UsageError
 from headrace_capture.forward import Forward, Piece
+from headrace_engine.faults.forwards import Forwards
 from headrace_engine.model import Captured, TargetModel
+from headrace_engine.prefixes import PrefixCache
 from headrace_engine.steps import Answer, Chunk, Request, plan
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ class Scheduler:
         chunk_tokens: prompt tokens a step computes at most.
         max_running: requests in a step at most.
         max_queued: requests in flight at most.
+        prefix_cache: tokens of finished and running prompts that are kept for those that begin alike; 0 keeps none.
+        faults: what the capture gets instead of a step's forward, or None.
         on_failure: called from the thread when a step failed; every request is answered with the error first.
     """
 
@@ -49,6 +53,8 @@ class Scheduler:
         max_queued: int,
         weight_version: str,
         on_failure: Callable[[Exception], None],
+        prefix_cache: int = 0,
+        faults: Forwards | None = None,
     ) -> None:
         self._model = model
         self._capture = capture
@@ -57,6 +63,8 @@ class Scheduler:
         self._max_queued = max_queued
         self._weight_version = weight_version
         self._on_failure = on_failure
+        self._faults = faults
+        self._prefixes = PrefixCache(prefix_cache, like=model.new_cache()) if prefix_cache else None
         self._changed = Condition()  # guards all below
         self._in_flight: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()
@@ -69,9 +77,16 @@ class Scheduler:
         self._thread.start()
 
     def submit(
-        self, rid: str, prompt: Sequence[int], max_new_tokens: int, *, ignore_eos: bool = False
+        self,
+        rid: str,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        *,
+        ignore_eos: bool = False,
+        extra_key: str = "",
+        aborted: bool = False,
     ) -> Future[Answer]:
-        """Queue a request; its future resolves when it is over, aborted or not.
+        """Queue a request; its future resolves when it is over, aborted or not. With `aborted` it never runs.
 
         Raises:
             DuplicateRequest: the id is in flight; that request is unharmed.
@@ -86,6 +101,8 @@ class Scheduler:
             stop_tokens=frozenset() if ignore_eos else self._model.stop_tokens,
             cache=self._model.new_cache(),
             answer=answer,
+            extra_key=extra_key,
+            aborted=aborted,
         )
         with self._changed:
             if rid in self._in_flight:
@@ -136,6 +153,8 @@ class Scheduler:
             token_ids.extend(tokens)
             parts.append(captured)
             request.advance(rows, captured.next_token)
+            if self._prefixes and pieces[-1].prefix < len(request.prompt):
+                self._prefixes.keep(request.extra_key, request.prompt[: request.computed], request.cache)
         return Forward(
             pieces=tuple(pieces),
             token_ids=torch.tensor(token_ids, dtype=torch.int64),
@@ -149,14 +168,21 @@ class Scheduler:
         try:
             while step := self._next_step():
                 forward = self.run_step(step)
-                dropped = self._capture.forward(forward) if self._capture else {}
-                self._settle(step, dropped)
+                self._settle(step, self._hand_over(forward))
         except Exception as failure:  # noqa: BLE001 - whatever fails, no client may wait for ever
             _log.exception("a step failed")
             error = failure if isinstance(failure, HeadraceError) else Unavailable(f"a step failed: {failure}")
             self._on_failure(error)
         finally:
             self._refuse_all(error)
+
+    def _hand_over(self, forward: Forward) -> dict[str, str]:
+        """Let the capture have a step's forward; returns what it dropped."""
+        dropped: dict[str, str] = {}
+        for part in self._faults.of(forward, self.withdraw) if self._faults else (forward,):
+            if self._capture:
+                dropped |= self._capture.forward(part)
+        return dropped
 
     def _next_step(self) -> list[Chunk]:
         """Wait for work and choose a step; an empty one means that the engine drained."""
@@ -166,10 +192,18 @@ class Scheduler:
                     for request in self._in_flight.values():
                         request.aborted = True
                 self._end_aborted()
-                step = plan(self._waiting, self._decoding, budget=self._chunk_tokens, max_running=self._max_running)
+                step = plan(self._startable(), self._decoding, budget=self._chunk_tokens, max_running=self._max_running)
                 if step or self._abort_at is not None:
                     return step
                 self._changed.wait()
+
+    def _startable(self) -> Iterator[Request]:
+        """The waiting requests, each with what is cached of its prompt by the time that it is begun."""
+        for request in self._waiting:
+            if self._prefixes and not request.computed:
+                request.cached = self._prefixes.fill(request.extra_key, request.prompt, request.cache)
+                request.computed = request.cached
+            yield request
 
     def _settle(self, step: Sequence[Chunk], dropped: dict[str, str]) -> None:
         """Move the step's requests on, and answer those that are over."""
@@ -204,7 +238,12 @@ class Scheduler:
     def _end(self, request: Request, reason: dict[str, Any]) -> None:
         del self._in_flight[request.rid]
         request.answer.set_result(
-            Answer(output_ids=tuple(request.output), finish_reason=reason, dropped=request.dropped)
+            Answer(
+                output_ids=tuple(request.output),
+                finish_reason=reason,
+                dropped=request.dropped,
+                cached=request.cached,
+            )
         )
 
     def _refuse_all(self, error: Exception) -> None:

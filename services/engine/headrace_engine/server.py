@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
@@ -15,6 +16,7 @@ from starlette.routing import Route
 
 from headrace.errors import HeadraceError, Unavailable, UsageError
 from headrace_engine.engine import Engine
+from headrace_engine.faults.answers import misbehave
 from headrace_engine.steps import Answer
 
 
@@ -35,7 +37,7 @@ class GenerateBody(BaseModel):
 
     input_ids: list[StrictInt]
     rid: str | None = Field(default=None, min_length=1)
-    extra_key: str | None = None  # separates prefix caches; there is none here
+    extra_key: str | None = None  # prompts of different ones share no prefix
     sampling_params: SamplingParams = SamplingParams()
 
 
@@ -54,13 +56,9 @@ def create_app(engine: Engine) -> Starlette:
     async def generate(request: Request) -> Response:
         body = _decode(GenerateBody, await request.body())
         rid = body.rid or uuid.uuid4().hex
-        sampling = body.sampling_params
-        future = engine.submit(rid, body.input_ids, sampling.max_new_tokens, ignore_eos=sampling.ignore_eos)
-        answer = await _unless_gone(request, future)
-        if answer is None:
-            engine.withdraw(rid)
-            return Response(status_code=499)  # nobody reads it
-        return JSONResponse(_result(engine, rid, body, answer))
+        serve = partial(_serve, engine, request, rid, body)
+        fault = engine.fault(rid)
+        return await (serve() if fault is None else misbehave(fault, engine, rid, body.input_ids, serve))
 
     async def health(_request: Request) -> Response:
         return Response(status_code=200 if engine.ready else 503)
@@ -115,6 +113,23 @@ def _decode(kind: type[_Body], data: bytes) -> _Body:
         raise UsageError(f"{place or 'body'}: {first['msg']}; send one prompt as a list of token ids") from error
 
 
+async def _serve(engine: Engine, request: Request, rid: str, body: GenerateBody, *, aborted: bool = False) -> Response:
+    sampling = body.sampling_params
+    future = engine.submit(
+        rid,
+        body.input_ids,
+        sampling.max_new_tokens,
+        ignore_eos=sampling.ignore_eos,
+        extra_key=body.extra_key or "",
+        aborted=aborted,
+    )
+    answer = await _unless_gone(request, future)
+    if answer is None:
+        engine.withdraw(rid)
+        return Response(status_code=499)  # nobody reads it
+    return JSONResponse(_result(engine, rid, body, answer))
+
+
 async def _unless_gone(request: Request, future: Future[Answer]) -> Answer | None:
     """Wait for the answer; None when the client disconnected first."""
     answer = asyncio.wrap_future(future)
@@ -137,7 +152,7 @@ def _result(engine: Engine, rid: str, body: GenerateBody, answer: Answer) -> dic
         "id": rid,
         "finish_reason": answer.finish_reason,
         "prompt_tokens": len(body.input_ids),
-        "cached_tokens": 0,
+        "cached_tokens": answer.cached,
         "completion_tokens": len(answer.output_ids),
         "weight_version": engine.settings.weight_version,
     }

@@ -44,9 +44,13 @@ class EngineSettings(BaseSettings):
     chunk_tokens: int = Field(default=512, ge=1, description="prompt tokens a step computes at most")
     max_running: int = Field(default=32, ge=1, description="requests in a step at most")
     max_queued: int = Field(default=1024, ge=1, description="requests in flight at most; more get a 503")
+    prefix_cache: int = Field(
+        default=0, ge=0, description="prompt tokens kept for prompts that begin alike; 0 keeps none"
+    )
     context_length: int | None = Field(default=None, ge=8, description="shorter than the model's own, if set")
     threads: int = Field(default=_half_the_cores(), ge=1, description="torch threads; half the cores if not set")
     weight_version: str = Field(default="default", min_length=1, description="names the weights in dumps")
+    faults: Path | None = Field(default=None, description="for tests alone: a plan of faults to provoke")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="of the lines on stderr"
     )

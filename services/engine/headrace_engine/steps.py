@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,16 +14,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """How a request ended; `finish_reason` as SGLang spells it, `dropped` why its states are not captured, or empty."""
+    """How a request ended.
+
+    `finish_reason` is as SGLang spells it, `dropped` says why its states are not captured, or is empty, and `cached`
+    counts the prompt's tokens that were not computed.
+    """
 
     output_ids: tuple[int, ...]
     finish_reason: dict[str, Any]
     dropped: str
+    cached: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """One prompt on its way through the engine; `computed` rows of it, and of its output, lie in `cache`."""
+    """One prompt on its way through the engine; `computed` rows of it, and of its output, lie in `cache`.
+
+    The first `cached` of them came from another prompt of the same `extra_key`.
+    """
 
     rid: str
     prompt: tuple[int, ...]
@@ -30,6 +39,8 @@ class Request:
     stop_tokens: frozenset[int]
     cache: Cache
     answer: Future[Answer]
+    extra_key: str = ""
+    cached: int = 0
     computed: int = 0
     output: list[int] = field(default_factory=list)
     dropped: str = ""
@@ -79,13 +90,14 @@ def plan(waiting: Iterable[Request], decoding: Sequence[Request], *, budget: int
     """Choose a step: prompts first come first served, up to `budget` prompt tokens, then a row of each that decodes.
 
     The last prompt may be cut when the budget ends inside it. It stays the first in `waiting`, so it continues first
-    and at most one request is half computed. A step holds at most `max_running` requests.
+    and at most one request is half computed. A step holds at most `max_running` requests. No more is taken from
+    `waiting` than is chosen.
     """
     chunks: list[Chunk] = []
-    for request in waiting:
-        if not budget or len(chunks) + len(decoding) >= max_running:
-            break
+    for request in islice(waiting, max(0, max_running - len(decoding))):
         rows = min(budget, request.prompt_left)
         chunks.append(Chunk(request=request, rows=rows))
         budget -= rows
+        if not budget:
+            break
     return chunks + [Chunk(request=request, rows=1) for request in decoding]
