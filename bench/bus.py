@@ -149,6 +149,7 @@ def _site() -> Site:
         dtype="BF16",
         fingerprint=IDENTITY.engine,
         weight_version=IDENTITY.weight_version,
+        final_norm=True,
         context_length=1 << 20,
         max_requests=1 << 40,
         max_tokens=1 << 40,

@@ -44,7 +44,7 @@ class RunIncomplete(HeadraceError):
 
 
 class IllegalTransition(HeadraceError):
-    """A sample was asked for a change that its state does not allow."""
+    """A change was asked for that the state does not allow."""
 
 
 class Unreadable(HeadraceError):

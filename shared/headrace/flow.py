@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_ROUNDING = 1e-6  # 29 of 100 is not more than 0.29, though 0.29 * 100 < 29
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caps:
@@ -57,6 +59,11 @@ def room(caps: Caps, load: Load) -> Room:
 def can_ever_fit(caps: Caps, tokens: int, dump_bytes: int) -> bool:
     """Whether a request of this size would fit the site if nothing else ran there."""
     return caps.requests >= 1 and tokens <= caps.tokens and dump_bytes <= caps.dump_bytes
+
+
+def too_many_mismatches(verdicts: int, mismatches: int, *, limit: float, least: int) -> bool:
+    """Whether the share of mismatches is over `limit`, or will be whatever follows, once there are `least` verdicts."""
+    return mismatches - limit * max(verdicts, least) > _ROUNDING
 
 
 def feed_size(window: int, waiting: int, batch: int) -> int:

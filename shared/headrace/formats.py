@@ -3,10 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from headrace.dumps import POST_NORM, PRE_NORM
 
-# A format's name, as run files spell it -> the captured final states that its rows can be made from. What is
-# post-norm cannot be turned back into pre-norm, so a format that needs the latter does not take the former.
-FORMATS: Mapping[str, frozenset[str]] = MappingProxyType({"headrace": frozenset({PRE_NORM, POST_NORM})})
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormatNeeds:
+    """What a format's rows are made from.
+
+    `takes` are the captured final states that will do: what is post-norm cannot be turned back into pre-norm.
+    `stores` is the final state that a row holds, empty where it is the captured one. `boundaries` is how many there
+    must be, 0 for any number.
+    """
+
+    takes: frozenset[str]
+    stores: str = ""
+    boundaries: int = 0
+
+    def stored(self, captured: str) -> str:
+        """The final state that rows hold of a run that captures this one."""
+        return self.stores or captured
+
+    def needs_norm(self, captured: str) -> bool:
+        """Whether rows of such a run are made with the model's final norm."""
+        return self.stored(captured) != captured
+
+
+_BOTH = frozenset({PRE_NORM, POST_NORM})
+
+# By the name that run files use.
+FORMATS: Mapping[str, FormatNeeds] = MappingProxyType(
+    {
+        "headrace": FormatNeeds(takes=_BOTH),
+        # EAGLE-3: the three boundaries that its draft model is built for.
+        "specforge": FormatNeeds(takes=_BOTH, stores=POST_NORM, boundaries=3),
+    }
+)

@@ -9,13 +9,17 @@ from headrace.errors import IllegalTransition
 
 
 class State(StrEnum):
-    """Where a sample is. `done` is the end: its manifest line exists."""
+    """Where a sample is. `done` is the end: its manifest line exists.
+
+    `given_up` is the end as well, of a sample that failed, until somebody wants it tried again.
+    """
 
     PENDING = "pending"
     IN_FLIGHT = "in_flight"
     CAPTURED = "captured"
     FAILED = "failed"
     REJECTED = "rejected"
+    GIVEN_UP = "given_up"
     DONE = "done"
 
 
@@ -38,6 +42,8 @@ class Event(StrEnum):
     """The sample can never be extracted."""
     RECORD = "record"
     """The manifest line of a failed or rejected sample exists."""
+    REOPEN = "reopen"
+    """Somebody wants a sample that failed to be tried again."""
 
 
 # A missing key is an illegal transition. A valid dump wins until the sample is captured, also from pending; a
@@ -61,8 +67,9 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
         Event.EXHAUST: State.FAILED,
         Event.STORE: State.DONE,
     },
-    State.FAILED: {Event.RECORD: State.DONE, Event.STORE: State.DONE},
+    State.FAILED: {Event.RECORD: State.GIVEN_UP, Event.STORE: State.DONE},
     State.REJECTED: {Event.RECORD: State.DONE, Event.STORE: State.DONE},
+    State.GIVEN_UP: {Event.STORE: State.DONE, Event.REOPEN: State.PENDING},
     State.DONE: {},
 }
 
@@ -128,3 +135,7 @@ class Sample:
     def record(self) -> Sample:
         """The line of a failed or rejected sample exists."""
         return replace(self, state=next_state(self.state, Event.RECORD))
+
+    def reopen(self) -> Sample:
+        """Try a sample that failed again, with all its attempts."""
+        return replace(self, state=next_state(self.state, Event.REOPEN), attempts=0, live="")

@@ -16,7 +16,9 @@ from tests.support.pipeline import (
     assert_right,
     lines_of,
     make_stack,
+    redis_log,
     running,
+    set_redis_back,
     submit,
     wait_finished,
     wait_stored,
@@ -58,18 +60,13 @@ def test_redis_set_back_by_a_second_is_behind_the_manifest_and_catches_up(tmp_pa
     run_file = write_run_file(tmp_path, data, tiny)
     stack = make_stack(tmp_path / "stack", tiny)
     output = tmp_path / "dataset"
-    log = stack.folder / "redis" / "appendonlydir"
     with running(stack) as bus:
         submit(bus, run_file)
         earlier = wait_stored(bus, "test", 10)
         time.sleep(1.1)  # what the server appended is in its file after a second at most
-        shutil.copytree(log, tmp_path / "earlier")
+        shutil.copytree(redis_log(stack), tmp_path / "earlier")
         wait_stored(bus, "test", earlier.stored + 15)
-        stack.kill("redis")
-        shutil.rmtree(log)
-        (tmp_path / "earlier").rename(log)
-        stack.start("redis")
-        stack.wait_ready("redis", READY_SECONDS)
+        set_redis_back(stack, tmp_path / "earlier")
         view = wait_finished(bus, "test")
         assert_nothing_left(stack, bus, "test")
     assert_right(view, output, tiny)

@@ -38,11 +38,27 @@ def test_a_late_dump_of_an_earlier_attempt_wins_over_the_live_one(bus: Bus) -> N
     (live,) = claim(bus, make_attempt(0, "bbbbbbbb"))
     capture(bus, early)
     assert bus.sites.load(make_site()).requests == 1, "the engine still works on the live one"
-    outcome = bus.requests.capture(live, SITE, 300, IDENTITY)
-    assert outcome.outcome == "duplicate"
+    for _ in range(2):
+        assert bus.requests.capture(live, SITE, 300, IDENTITY).outcome == "duplicate"
     assert bus.sites.load(make_site()).requests == 0
     assert bus.requests.end(live, burn=True, kind="error", reason="timeout") == "stale"
     assert state_of(bus, 0)[:2] == ["captured", "2"]
+    view = bus.runs.get(RUN)
+    assert view is not None
+    assert (view.reasons, view.verdicts) == ({"duplicate": 1, "lapsed": 1}, 1)
+
+
+def test_a_bad_answer_about_a_captured_request_takes_nothing_from_the_writer(bus: Bus) -> None:
+    start_run(bus)
+    (request,) = claim(bus, make_attempt(0))
+    job = capture(bus, request)
+    for kind, burn, reason in (("error", False, "connection"), ("error", True, "timeout"), ("loss", True, "aborted")):
+        answer = bus.requests.end(request, burn=burn, kind=kind, reason=reason, unless_captured=True)  # type: ignore[arg-type]
+        assert answer == "captured"
+    assert bus.requests.begin_store(request, job, SITE) == "go"
+    view = bus.runs.get(RUN)
+    assert view is not None
+    assert (view.reasons, bus.runs.dead(RUN)) == ({}, [])
 
 
 def test_a_late_dump_wins_from_pending_and_takes_the_sample_off_the_list(bus: Bus) -> None:

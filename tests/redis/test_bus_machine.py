@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fnmatch import fnmatch
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis.stateful import initialize, precondition, rule, run_state_machin
 from headrace.bus import Bus, keys
 from headrace.ids import RequestId
 from headrace.lifecycle import State
-from tests.support.bus_machine import ENGINE, OTHER, SITES, TOTAL, Driven
+from tests.support.bus_machine import ENGINE, OTHER, SITES, TOTAL, Driven, Notes
 from tests.support.bus_model import BusModel
 from tests.support.bus_values import BOOT, LONG, RUN, make_line, make_site, make_spec
 
@@ -36,10 +37,11 @@ class BusMachine(Driven):
         self.spec = make_spec(total=TOTAL, max_attempts=max_attempts)
         self.names: list[str] = []
         self.seen_done: set[int] = set()
+        self.notes = Notes()
         assert self.bus.runs.create(self.spec) == "created"
         for site in SITES:
             self._register(make_site(site))
-        assert self.bus.runs.activate(RUN) == self.model.set_state("active", "rebuilding", "paused")
+        self._activate()
         self._feed(4, [])
         self._compare()
 
@@ -55,13 +57,13 @@ class BusMachine(Driven):
             case "pause":
                 assert self.bus.runs.pause(RUN, "why") == self.model.set_state("paused", "active")
             case "activate":
-                assert self.bus.runs.activate(RUN) == self.model.set_state("active", "rebuilding", "paused")
+                self._activate()
             case "cancel":
                 expected = self.model.set_state("cancelled", "active", "paused", "rebuilding")
                 assert self.bus.runs.cancel(RUN) == expected
             case "resubmit":
                 assert self.bus.runs.create(self.spec) == self.model.create()
-                assert self.bus.runs.activate(RUN) == self.model.set_state("active", "rebuilding", "paused")
+                self._activate()
             case _:
                 self._feed(size, rejected, offset=-1 if what == "feed stale" else 0)
         self._compare()
@@ -69,19 +71,42 @@ class BusMachine(Driven):
     @rule(
         ordinal=ordinals,
         captured=st.booleans(),
-        status=st.sampled_from(["stored", "failed", "rejected"]),
+        status=st.sampled_from(["stored", "failed", "failed", "rejected"]),
+        reason=st.sampled_from(["r", "s"]),
+        newest=st.booleans(),
         twice=st.booleans(),
     )
-    def mark_done(self, ordinal: int, captured: bool, status: str, twice: bool) -> None:
+    def mark_done(self, ordinal: int, captured: bool, status: str, reason: str, newest: bool, twice: bool) -> None:
         if captured and self.model.captured:
             ordinal = RequestId.parse(min(self.model.captured)).ordinal
-        lines = [make_line(ordinal, status, "r")]
-        new = self.model.mark_done(
-            [(line.ordinal, line.status, line.tokens, line.bytes, line.reason) for line in lines]
-        )
-        assert self.bus.runs.mark_done(RUN, lines) == new
+        sample = self.model.samples.get(ordinal)
+        lines = [make_line(ordinal, status, reason, sample.live if sample is not None and newest else "")]
+        assert self.bus.runs.mark_done(RUN, lines) == self.model.mark_done(lines)
         if twice:
             assert self.bus.runs.mark_done(RUN, lines) == 0
+        self._compare()
+
+    @rule(chosen=st.lists(ordinals, unique=True), twice=st.booleans())
+    def reopen(self, chosen: list[int], twice: bool) -> None:
+        self._reopen(chosen, twice)
+        self._compare()
+
+    @rule(
+        what=st.sampled_from(["mark", "mark", "pause", "pause late", "go on"]),
+        least=st.integers(1, 3),
+        twice=st.booleans(),
+    )
+    def watch_verdicts(self, what: str, least: int, twice: bool) -> None:
+        window = self.notes.window(self.model.counts)
+        for _ in range(1 + twice):
+            match what:
+                case "mark":
+                    self.notes.mark(self.model.counts, least)
+                    self.bus.runs.mark_verdicts(RUN, least)
+                case "go on":
+                    self._activate()
+                case _:
+                    self._pause_for(replace(window, since=window.since - 1) if what == "pause late" else window)
         self._compare()
 
     @rule(ordinal=ordinals, reason=st.sampled_from(["exceeds_engine", "odd|name"]), twice=st.booleans())
@@ -127,13 +152,17 @@ class BusMachine(Driven):
         burn=st.booleans(),
         kind=st.sampled_from(["mismatch", "loss", "error"]),
         reason=st.sampled_from(["token_content", "no_room", "timeout"]),
+        unless=st.booleans(),
         twice=st.booleans(),
     )
-    def end(self, pick: int, live: bool, burn: bool, kind: Any, reason: str, twice: bool) -> None:
+    def end(self, pick: int, live: bool, burn: bool, kind: Any, reason: str, unless: bool, twice: bool) -> None:
         name = self._name(pick, self.model.in_flight if live else None)
-        expected = self.model.end(name, burn=burn, kind=kind, reason=reason)
+        expected = self.model.end(name, burn=burn, kind=kind, reason=reason, unless_captured=unless)
         for _ in range(1 + twice):
-            assert self.bus.requests.end(RequestId.parse(name), burn=burn, kind=kind, reason=reason) == expected
+            answer = self.bus.requests.end(
+                RequestId.parse(name), burn=burn, kind=kind, reason=reason, unless_captured=unless
+            )
+            assert answer == expected
         self._compare()
 
     @precondition(lambda self: self.names)
@@ -219,8 +248,7 @@ class BusMachine(Driven):
             return
         if self.model.state == "cancelled":
             assert self.bus.runs.create(self.spec) == self.model.create()
-        self.bus.runs.activate(RUN)
-        self.model.set_state("active", "rebuilding", "paused")
+        self._activate()
         for _ in range(20 * TOTAL):
             if self.model.state == "finished" and not self.model.in_flight:
                 break
@@ -253,12 +281,11 @@ class BusMachine(Driven):
             if attempt.request in self.model.in_flight:
                 self._capture(attempt.request, self.model.engine or ENGINE, False)
         lines = [
-            make_line(ordinal, "failed" if sample.state is State.FAILED else "rejected", self.model.reasons[ordinal])
+            make_line(ordinal, str(sample.state), self.model.reasons[ordinal], sample.live)
             for ordinal, sample in self.model.samples.items()
             if sample.state in (State.FAILED, State.REJECTED)
         ]
-        known = [(line.ordinal, line.status, line.tokens, line.bytes, line.reason) for line in lines]
-        assert self.bus.runs.mark_done(RUN, lines) == self.model.mark_done(known)
+        assert self.bus.runs.mark_done(RUN, lines) == self.model.mark_done(lines)
         self._compare()
 
     # ---- the same thing to both

@@ -202,8 +202,8 @@ def test_scripts_survive_a_server_that_lost_them(bus: Bus) -> None:
 
 # Every command that the scripts use, all of them in Redis 6.2 in the forms used: https://redis.io/docs/latest/commands/
 OF_REDIS_6_2 = {
-    *("DEL", "EXISTS", "PEXPIRE", "TIME"),
-    *("GETBIT", "SETBIT"),
+    *("DEL", "EXISTS", "PERSIST", "PEXPIRE", "TIME"),
+    *("BITPOS", "GETBIT", "SETBIT"),
     *("HDEL", "HEXISTS", "HGET", "HGETALL", "HINCRBY", "HLEN", "HMGET", "HSET", "HSETNX", "HVALS"),
     *("LREM", "RPUSH"),
     *("SADD", "SMEMBERS", "SREM"),

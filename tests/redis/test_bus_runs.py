@@ -47,6 +47,24 @@ def test_states_change_only_as_they_may_and_say_what_holds(bus: Bus) -> None:
     assert bus.runs.pause(RUN, "x") == "cancelled"
 
 
+def test_what_a_run_waits_for_is_forgotten_when_it_is_paused_and_when_it_ends(bus: Bus) -> None:
+    start_run(bus)
+    view = bus.runs.get(RUN)
+    assert view is not None
+    for end in (
+        lambda: bus.runs.pause(RUN, "by hand"),
+        lambda: bus.runs.activate(RUN),
+        lambda: bus.runs.pause_for(RUN, "mismatches", view.window),
+        lambda: bus.runs.mark_done(RUN, [make_line(ordinal) for ordinal in range(5)]),
+    ):
+        bus.runs.say_waiting(RUN, "an engine")
+        assert end()
+        now = bus.runs.get(RUN)
+        assert now is not None
+        assert now.waiting_for == "", now.state
+    assert state(bus) == "finished"
+
+
 def test_an_output_moves_only_when_no_row_is_on_its_way_to_the_one_before(bus: Bus) -> None:
     spec = start_run(bus)
     elsewhere = replace(spec, output="/elsewhere")
@@ -97,6 +115,17 @@ def test_what_the_manifest_holds_is_not_fed(bus: Bus) -> None:
     assert view is not None
     assert (view.stored, view.failed, view.rejected, view.open) == (1, 1, 1, 2)
     assert (view.failed_by, view.rejected_by) == ({"timeout": 1}, {"too_long": 1})
+
+
+def test_the_cursor_passes_over_what_is_done(bus: Bus) -> None:
+    start_run(bus, fed=0, total=12)
+    bus.runs.mark_done(RUN, [make_line(ordinal) for ordinal in (3, 5, 6, 7, 8, 9)])
+    assert bus.runs.feed(RUN, 0, ["", ""]) == 2
+    assert bus.runs.feed(RUN, 2, [""]) == 4
+    assert bus.runs.feed(RUN, 4, [""]) == 10
+    bus.runs.mark_done(RUN, [make_line(11)])
+    assert bus.runs.feed(RUN, 10, [""]) == 12
+    assert bus.runs.pending(RUN, 9) == [0, 1, 2, 4, 10]
 
 
 def test_many_lines_are_marked_in_batches(bus: Bus) -> None:

@@ -100,6 +100,25 @@ def test_a_site_says_why_it_does_not_fit_a_run() -> None:
     assert site.bytes_per_token == 4 * 8 * 2 + 8
 
 
+def test_a_site_without_a_final_norm_does_not_fit_a_run_that_is_made_with_it() -> None:
+    bare = make_site(final_norm=False)
+    assert bare.unfit_for(make_spec(), None) == ""
+    assert make_site().unfit_for(make_spec(format="specforge"), None) == ""
+    problem = bare.unfit_for(make_spec(format="specforge"), None)
+    assert problem.startswith("publishes no final norm, which format 'specforge' needs with 'pre_norm'")
+    assert "capture 'post_norm' instead" in problem
+    spec = make_spec(format="specforge", final_state="post_norm")
+    assert replace(bare, final_state="post_norm").unfit_for(spec, None) == ""
+    assert bare.unfit_for(make_spec(format="of a later version"), None) == ""
+
+
+def test_a_registration_says_whether_a_final_norm_is_published(bus: Bus) -> None:
+    for final_norm in (True, False):
+        site = make_site(final_norm=final_norm)
+        bus.sites.register(site, ttl=60)
+        assert bus.sites.get(site.site) == site
+
+
 def test_what_a_site_stores_is_counted(bus: Bus) -> None:
     start_run(bus)
     (request,) = claim(bus, make_attempt(0))

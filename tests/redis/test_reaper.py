@@ -7,14 +7,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from prometheus_client import REGISTRY
 
-from headrace import metrics
 from headrace.bus import Bus, keys
 from headrace.bus.values import DESTINATION_FULL
 from headrace.errors import RedisAway
 from headrace.manifest import INPUTS_FOLDER
 from headrace.messages import RecordJob, StoreJob, decode
 from headrace_dispatcher.catalog import Catalog
+from headrace_dispatcher.mismatches import MismatchLimit
 from headrace_dispatcher.patience import Patience
 from headrace_dispatcher.reaper import Reaper
 from headrace_dispatcher.rebuild import rebuild
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.redis
 
 TOTAL = 5
 EAGER = Patience(wait=0, silence=3600)
+NEVER = MismatchLimit(share=1, least=1)
 
 
 @pytest.fixture
@@ -43,6 +45,7 @@ def reaping(
     patience: Patience = EAGER,
     paused: str = "",
     rebuild_after: float = 3600,
+    limit: MismatchLimit = NEVER,
 ) -> Iterator[Reaper]:
     """A reaper over a run of five samples, the last one rejected, all fed."""
     output = scratch / "dataset"
@@ -55,7 +58,7 @@ def reaping(
         bus.runs.pause(RUN, paused)
     catalog = Catalog()
     catalog.serve(view_of(bus))
-    yield Reaper(bus, catalog, patience, rebuild_after)
+    yield Reaper(bus, catalog, patience, limit, rebuild_after)
     catalog.close()
 
 
@@ -280,15 +283,22 @@ def test_a_rebuild_whose_manifest_cannot_be_read_waits_and_says_so(bus: Bus, rea
     assert "a.jsonl" in view.waiting_for
 
 
-def test_the_gauge_of_a_run_that_ended_is_removed(bus: Bus, reaper: Reaper) -> None:
-    def shown() -> set[str]:
-        return {sample.labels["queue"] for metric in metrics.QUEUE_DEPTH.collect() for sample in metric.samples}
+def test_the_gauges_of_a_run_that_ended_are_removed(bus: Bus, reaper: Reaper) -> None:
+    def shown() -> tuple[float | None, float | None]:
+        registry = REGISTRY
+        return (
+            registry.get_sample_value("headrace_queue_depth", {"queue": f"pending-{RUN}"}),
+            registry.get_sample_value("headrace_run_paused", {"run": RUN}),
+        )
 
     reaper.pass_once()
-    assert f"pending-{RUN}" in shown()
+    assert shown() == (TOTAL - 1, 0)
+    bus.runs.pause(RUN, "by hand")
+    reaper.pass_once()
+    assert shown() == (TOTAL - 1, 1)
     bus.runs.cancel(RUN)
     reaper.pass_once()
-    assert f"pending-{RUN}" not in shown()
+    assert shown() == (None, None)
 
 
 def test_a_run_whose_samples_are_damaged_is_paused_and_says_so(bus: Bus, reaper: Reaper, tmp_path: Path) -> None:

@@ -22,11 +22,12 @@ pytestmark = pytest.mark.redis
 def test_an_engine_is_registered_after_its_canary_and_unregistered_at_the_end(
     bus: Bus, redis_url: str, dumps: Path, tmp_path: Path, engine: StubEngine
 ) -> None:
-    engine.boot()
+    engine.boot(norm_file="final_norm.bootbootboot.safetensors")
     with WatcherProcess(dumps, tmp_path, redis_url, engine.url, max_requests=7, dump_cap_bytes=1 << 40) as watcher:
         site = registered(bus)
         assert site.site == (dumps / SITE_FILE).read_text().strip()
         assert (site.url, site.boundaries, site.final_state) == (engine.url, (2, 4, 6), "pre_norm")
+        assert site.final_norm
         assert (site.context_length, site.max_requests) == (1000, 7)
         assert 0 < site.dump_cap_bytes < 1 << 40
         assert len(engine.canaries) == 1

@@ -48,6 +48,7 @@ SITE = Site(
     dtype="BF16",
     fingerprint=ENGINE,
     weight_version=WEIGHTS,
+    final_norm=True,
     context_length=8192,
     max_requests=8,
     max_tokens=10_000,

@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 from hypothesis.stateful import RuleBasedStateMachine
 
 from headrace.bus import Bus, keys
-from headrace.bus.values import Attempt, Site
+from headrace.bus.values import Attempt, Site, Window
 from headrace.ids import RequestId
 from headrace.lifecycle import State
+from headrace.manifest import Line
+from headrace.reasons import MISMATCHES
 from headrace.runs import Identity, RunSpec
 from tests.support.bus_model import BusModel
-from tests.support.bus_values import IDENTITY, RUN, make_attempt
+from tests.support.bus_values import IDENTITY, RUN, make_attempt, make_line
 
 TOTAL = 5
 SITES = ("sitea", "siteb")
 ENGINE, OTHER = IDENTITY.engine, "engine 2"
+
+
+@dataclass(slots=True)
+class Notes:
+    """The two notes of a run's verdicts: what the model had counted then."""
+
+    older: Counter[str] = field(default_factory=Counter)
+    newer: Counter[str] = field(default_factory=Counter)
+
+    def begin(self, counts: Counter[str]) -> None:
+        self.older = self.newer = counts.copy()
+
+    def mark(self, counts: Counter[str], least: int) -> None:
+        if counts["verdicts"] - self.newer["verdicts"] >= least:
+            self.older, self.newer = self.newer, counts.copy()
+
+    def window(self, counts: Counter[str]) -> Window:
+        new = {name: counts[name] - self.older[name] for name in counts}
+        reasons = {reason: new.get(f"reason:{reason}", 0) for reason in MISMATCHES}
+        return Window(
+            since=self.older["verdicts"],
+            verdicts=new.get("verdicts", 0),
+            mismatches=new.get("mismatches", 0),
+            reasons={str(reason): count for reason, count in reasons.items() if count},
+        )
 
 
 class Driven(RuleBasedStateMachine):
@@ -27,6 +56,30 @@ class Driven(RuleBasedStateMachine):
     spec: RunSpec
     names: list[str]
     seen_done: set[int]
+    notes: Notes
+
+    def _activate(self) -> None:
+        if self.model.state in ("rebuilding", "paused"):
+            self.notes.begin(self.model.counts)
+        assert self.bus.runs.activate(RUN) == self.model.set_state("active", "rebuilding", "paused")
+
+    def _pause_for(self, window: Window) -> None:
+        paused = self.model.state == "active" and self.notes.older["verdicts"] == window.since
+        assert self.bus.runs.pause_for(RUN, "mismatches", window) == paused
+        if paused:
+            self.model.state = "paused"
+
+    def _reopen(self, chosen: list[int], twice: bool) -> None:
+        lines, before = self._failed_lines(chosen), self.model.state
+        expected = self.model.reopen(lines)
+        if self.model.state != before:
+            self.notes.begin(self.model.counts)
+        for _ in range(1 + twice):
+            assert self.bus.runs.reopen(RUN, lines) == expected
+
+    def _failed_lines(self, ordinals: Iterable[int]) -> list[Line]:
+        """The lines by which samples are done that failed; for others one that nobody wrote."""
+        return [make_line(ordinal, "failed", self.model.failures.get(ordinal, "none")) for ordinal in ordinals]
 
     def _feed(self, size: int, rejected: list[int], offset: int = 0) -> None:
         entries = ["too_long" if index in rejected else "" for index in range(size)]
@@ -158,7 +211,7 @@ class Driven(RuleBasedStateMachine):
                 assert sample.live in model.in_flight, "a sample that nothing would ever end"
         ended = {o for o, s in model.samples.items() if s.state in (State.FAILED, State.REJECTED)}
         assert ended == model.recording
-        assert self.seen_done <= set(model.done), "done is for good"
+        assert self.seen_done - set(model.failures) <= set(model.done), "done is for good, but by a failure"
         assert not set(model.samples) & set(model.done)
         self.seen_done = set(model.done)
 
@@ -173,9 +226,13 @@ class Driven(RuleBasedStateMachine):
         assert view.open == TOTAL - len(model.done)
         bits = {o for o in range(TOTAL) if self.bus.redis.getbit(keys.done(RUN), o)}
         assert bits == set(model.done)
+        assert set(model.failures) == {o for o in range(TOTAL) if self.bus.redis.getbit(keys.failed(RUN), o)}
+        reasons = {n.removeprefix("failed:"): count for n, count in model.counts.items() if n.startswith("failed:")}
+        assert view.failed_by == {reason: count for reason, count in reasons.items() if count}
         assert (view.tokens, view.bytes) == (model.counts["tokens"], model.counts["bytes"])
         assert (view.verdicts, view.mismatches) == (model.counts["verdicts"], model.counts["mismatches"])
         assert view.mismatches <= view.verdicts
+        assert view.window == self.notes.window(model.counts)
         counted = {name.removeprefix("reason:"): n for name, n in model.counts.items() if name.startswith("reason:")}
         assert view.reasons == counted
         assert (view.state == "finished") == (view.finished_at is not None)

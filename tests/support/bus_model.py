@@ -9,6 +9,7 @@ from headrace.bus.values import Attempt, Site
 from headrace.flow import Load, room
 from headrace.ids import RequestId
 from headrace.lifecycle import Sample, State
+from headrace.manifest import Line
 
 
 @dataclass(slots=True)
@@ -24,6 +25,7 @@ class Request:
     answered: bool = False
     judged: bool = False
     refused: bool = False
+    duplicate: bool = False
 
 
 @dataclass(slots=True)
@@ -39,6 +41,7 @@ class BusModel:
     reasons: dict[int, str] = field(default_factory=dict)
     pending: list[int] = field(default_factory=list)
     done: dict[int, str] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)  # ordinal -> reason; one that is not done was reopened
     requests: dict[str, Request] = field(default_factory=dict)
     in_flight: dict[str, str] = field(default_factory=dict)  # request -> site
     credits: dict[str, tuple[str, int, int]] = field(default_factory=dict)  # request -> site, tokens, bytes
@@ -70,8 +73,8 @@ class BusModel:
     def feed(self, cursor: int, entries: list[str]) -> int | None:
         if self.state != "active" or cursor != self.cursor:
             return None
-        self.cursor = min(cursor + len(entries), self.total)
-        for ordinal, reason in zip(range(cursor, self.cursor), entries, strict=False):
+        reached = min(cursor + len(entries), self.total)
+        for ordinal, reason in zip(range(cursor, reached), entries, strict=False):
             if ordinal in self.done or ordinal in self.samples:
                 continue
             self.samples[ordinal] = Sample()
@@ -79,13 +82,23 @@ class BusModel:
                 self._reject(ordinal, reason)
             else:
                 self.pending.append(ordinal)
+        self.cursor = next((ordinal for ordinal in range(reached, self.total) if ordinal not in self.done), self.total)
         self._check_finished()
         return self.cursor
 
-    def mark_done(self, lines: list[tuple[int, str, int, int, str]]) -> int:
-        new = sum([self._finish(*line) for line in lines])
+    def mark_done(self, lines: list[Line]) -> int:
+        new = sum([self._finish(line.ordinal, line.status, line.tokens, line.bytes, line) for line in lines])
         self._check_finished()
         return new
+
+    def reopen(self, lines: list[Line]) -> list[int]:
+        failed = [line.ordinal for line in lines if line.ordinal in self.failures]
+        for ordinal in failed:
+            if self.done.pop(ordinal, None) is not None:
+                self.counts.subtract(("failed", f"failed:{self.failures[ordinal]}"))
+                self.cursor = min(self.cursor, ordinal)
+                self.state = "active" if self.state == "finished" else self.state
+        return failed
 
     def reject(self, ordinal: int, reason: str) -> bool:
         sample = self.samples.get(ordinal)
@@ -141,11 +154,13 @@ class BusModel:
             self.lapsed.discard(("in_flight", name))
         return [name for name in requests if name not in self.in_flight]
 
-    def end(self, name: str, *, burn: bool, kind: str, reason: str) -> str:
+    def end(self, name: str, *, burn: bool, kind: str, reason: str, unless_captured: bool = False) -> str:
         ordinal = RequestId.parse(name).ordinal
         known, sample = self.requests.get(name), self.samples.get(ordinal)
         if known is None:
             return "unknown"
+        if unless_captured and name in self.captured:
+            return "captured"
         if kind == "mismatch" and not known.refused:
             known.refused = True
             self.counts["verdicts"] += not known.judged
@@ -187,6 +202,8 @@ class BusModel:
             if sample.captured == name:
                 return "captured", sample.job
             self._release(name)
+            self.counts["reason:duplicate"] += not known.duplicate
+            known.duplicate = True
             known.outcome = "stale"
             return "duplicate", 0
         if sample.state in (State.FAILED, State.REJECTED):
@@ -231,7 +248,7 @@ class BusModel:
 
     def stored(self, name: str, nbytes: int) -> str:
         request = RequestId.parse(name)
-        new = self._finish(request.ordinal, "stored", request.tokens, nbytes, "")
+        new = self._finish(request.ordinal, "stored", request.tokens, nbytes)
         self._release(name)
         self.requests.pop(name, None)
         self._check_finished()
@@ -301,9 +318,15 @@ class BusModel:
             leases.pop(name, None)
         self.lapsed -= {(kind, name) for kind in ("in_flight", "captured", "storing")}
 
-    def _finish(self, ordinal: int, status: str, tokens: int, nbytes: int, reason: str) -> bool:
-        if not 0 <= ordinal < self.total or ordinal in self.done:
+    def _finish(self, ordinal: int, status: str, tokens: int, nbytes: int, line: Line | None = None) -> bool:
+        sample, reason, request = self.samples.get(ordinal), *((line.reason, line.request) if line else ("", ""))
+        newest = sample is not None and (sample.state, sample.live) == (State.FAILED, request)
+        stale = status == "failed" and ordinal in self.failures and not newest
+        if not 0 <= ordinal < self.total or ordinal in self.done or stale:
             return False
+        self.failures.pop(ordinal, None)
+        if status == "failed":
+            self.failures[ordinal] = reason
         self.done[ordinal] = status
         self.counts[status] += 1
         if status == "stored":
@@ -311,8 +334,8 @@ class BusModel:
             self.counts["bytes"] += nbytes
         else:
             self.counts[f"{status}:{reason}"] += 1
-        sample = self.samples.pop(ordinal, None)
         if sample is not None:
+            del self.samples[ordinal]
             if sample.state is State.PENDING:
                 self.pending.remove(ordinal)
             if sample.captured:

@@ -51,6 +51,7 @@ def make_site(name: str = SITE, **changes: Any) -> Site:
         dtype="BF16",
         fingerprint=IDENTITY.engine,
         weight_version=IDENTITY.weight_version,
+        final_norm=True,
         context_length=64,
         max_requests=3,
         max_tokens=9,
@@ -72,14 +73,14 @@ def make_attempt(ordinal: int, nonce: str = "aaaaaaaa", *, tokens: int = 3, run:
     )
 
 
-def make_line(ordinal: int, status: Any = "stored", reason: str = "") -> Line:
+def make_line(ordinal: int, status: Any = "stored", reason: str = "", request: str = "") -> Line:
     """A manifest line of 5 tokens and 7 bytes."""
     return Line(
         ordinal=ordinal,
         sample=f"s{ordinal}",
         status=status,
         reason=reason,
-        request="",
+        request=request,
         tokens=5,
         path="",
         bytes=7,

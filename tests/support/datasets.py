@@ -13,8 +13,10 @@ import numpy.typing as npt
 import orjson
 import torch
 import xxhash
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from headrace.finalnorm import FinalNorm
 from headrace.ids import RequestId
 from headrace.manifest import Line, decode_line
 from headrace.masks import encode_mask
@@ -29,6 +31,7 @@ from headrace_writer.store import Store, Stored
 from tests.support import bus_values
 from tests.support.dumps import ENGINE, MODEL, WEIGHTS, make_dump
 from tests.support.stores import AT
+from tests.support.watched import declare
 
 RUN, LAYERS, BOUNDARIES, HIDDEN, VOCAB = "proof", 8, (2, 4, 5), 64, 400
 LENGTHS = (5, 40, 40, 17, 64, 33, 40, 90)
@@ -59,6 +62,7 @@ class Recipe:
     masks: Mapping[int, Sequence[int]] = field(default_factory=dict)
     reject: frozenset[int] = frozenset()
     leave_out: frozenset[int] = frozenset()
+    norm: FinalNorm | None = None  # what the engine publishes
     spec: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -85,6 +89,7 @@ def build(folder: Path, model: Path, states: States, recipe: Recipe | None = Non
     spec = make_spec(output, model, recipe)
     _write_inputs(output, spec, states, recipe)
     dumps.mkdir()
+    declare(dumps, recipe.norm)
     store = Store(output, spec, "writer1")
     for ordinal, token_ids in enumerate(states.token_ids):
         if ordinal in recipe.leave_out:
@@ -175,9 +180,15 @@ def as_stored(values: Array, dtype: str) -> Array:
     return values.astype({"F16": "<f2", "F32": "<f4"}[dtype])
 
 
-def row_path(folder: Path, ordinal: int) -> Path:
+def norm_of(model: Path, dtype: str = "F32") -> FinalNorm:
+    """The final norm of a tiny model that is served in this dtype."""
+    weight = load_file(model / "model.safetensors")["model.norm.weight"].float().numpy()
+    return FinalNorm(dtype=dtype, hidden_size=HIDDEN, weight=as_stored(weight, dtype).tobytes(), eps=1e-5)
+
+
+def row_path(folder: Path, ordinal: int, form: str = "headrace") -> Path:
     """A row's file."""
-    return folder / formats.get("headrace").path(ordinal)
+    return folder / formats.get(form).path(ordinal)
 
 
 def segment(folder: Path) -> Path:
@@ -204,9 +215,9 @@ def line_of(folder: Path, ordinal: int) -> Line:
     return next(line for line in lines if line.ordinal == ordinal)
 
 
-def commit(folder: Path, ordinal: int) -> None:
+def commit(folder: Path, ordinal: int, form: str = "headrace") -> None:
     """Let a sample's line say what its row's file now is."""
-    data = row_path(folder, ordinal).read_bytes()
+    data = row_path(folder, ordinal, form).read_bytes()
     edit_line(folder, ordinal, bytes=len(data), checksum="xxh3:" + xxhash.xxh3_64_hexdigest(data))
 
 

@@ -67,11 +67,16 @@ def view_of(bus: Bus, run: str = RUN) -> RunView:
 
 
 class Engine(StubServer):
-    """Answers `/generate` with what `reply` returns, a status and a body, and remembers what it was asked."""
+    """Answers `/generate` with what `reply` returns, a status and a body, and remembers what it was asked.
+
+    `health` is called for each probe and returns its status.
+    """
 
     def __init__(self, reply: Callable[[dict[str, Any]], tuple[int, bytes]] | None = None) -> None:
         self.reply = reply or (lambda body: (200, b'{"text": "", "meta_info": {}}'))
         self.asked: list[dict[str, Any]] = []
+        self.health: Callable[[], int] = lambda: 200
+        self.probed = 0
         super().__init__()
 
     def site(self, name: str = "s1", **changes: Any) -> Site:
@@ -83,7 +88,10 @@ class Engine(StubServer):
         return sorted(int(body["rid"].split("-")[2]) for body in self.asked)
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, bytes]:
-        """Answer `/generate` with the reply, all else with nothing."""
+        """Answer `/generate` with the reply, a probe with the health, all else with nothing."""
+        if path == "/health_generate":
+            self.probed += 1
+            return self.health(), b""
         if path != "/generate":
             return 200, b""
         asked = json.loads(body)

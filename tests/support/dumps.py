@@ -12,6 +12,7 @@ import numpy.typing as npt
 import xxhash
 
 from headrace.dumps import CHECKSUM_PREFIX, DUMP_SUFFIX, PRE_NORM, DumpHeader, Stats, dump_layout
+from headrace.finalnorm import FinalNorm
 from headrace.ids import RequestId, encode_ids
 
 ENGINE = "test-engine 1.0 tiny bf16 tp1"
@@ -25,6 +26,12 @@ def random_states(shape: tuple[int, ...], dtype: str, seed: int) -> npt.NDArray[
     if dtype == "BF16":
         return (values.view(np.uint32) >> 16).astype("<u2")
     return values.astype({"F16": "<f2", "F32": "<f4"}[dtype])
+
+
+def make_norm(hidden: int, dtype: str = "BF16", seed: int = 7) -> FinalNorm:
+    """A final norm of random weights around 0."""
+    weight = random_states((hidden,), dtype, seed).tobytes()
+    return FinalNorm(dtype=dtype, hidden_size=hidden, weight=weight, eps=1e-5)
 
 
 def make_dump(

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import shutil
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from headrace.bus import Bus
 from headrace.bus import keys as bus_keys
@@ -19,8 +26,10 @@ from tests.support.waiting import wait_until
 MODEL_NAME = "tiny"
 READY_SECONDS = 90.0
 
-# Short leases, so that a killed process is missed soon; the order of size is that of the defaults.
+# Short leases, so that a killed process is missed soon; the order of size is that of the defaults. Many tests provoke
+# more mismatches than a run is allowed by default.
 QUICK = {
+    "HEADRACE_MISMATCH_LIMIT": "1",
     "HEADRACE_LEASE_IN_FLIGHT_SECONDS": "4",
     "HEADRACE_LEASE_GRACE_SECONDS": "4",
     "HEADRACE_LEASE_CAPTURED_SECONDS": "6",
@@ -39,12 +48,18 @@ QUICK = {
 def make_stack(
     folder: Path, model: Path, *, engine: tuple[str, ...] = (), environ: Mapping[str, str] | None = None
 ) -> Stack:
-    """A stack that nobody has started, with quick leases and a small step budget, so that prompts are split."""
+    """A stack that nobody has started; see `stack_config`."""
+    return Stack(stack_config(folder, model, engine=engine, environ=environ))
+
+
+def stack_config(
+    folder: Path, model: Path, *, engine: tuple[str, ...] = (), environ: Mapping[str, str] | None = None
+) -> StackConfig:
+    """Quick leases and a small step budget, so that prompts are split; `environ` wins."""
     flags = ("--chunk-tokens", "128", "--threads", "1", *engine)
-    config = StackConfig(
+    return StackConfig(
         folder=folder, model=model, model_name=MODEL_NAME, engine=flags, environ={**QUICK, **(environ or {})}
     )
-    return Stack(config)
 
 
 @contextmanager
@@ -64,13 +79,15 @@ def running(stack: Stack) -> Iterator[Bus]:
             bus.close()
 
 
-def write_samples(path: Path, count: int, *, longest: int = 300, seed: int = 1, vocab: int = 400) -> Path:
+def write_samples(
+    path: Path, count: int, *, shortest: int = 4, longest: int = 300, seed: int = 1, vocab: int = 400
+) -> Path:
     """Random samples as ready token ids; every third one shares a long prefix with the others."""
     rng = random.Random(seed)
     shared = [rng.randrange(3, vocab) for _ in range(longest // 2)]
     lines = []
     for ordinal in range(count):
-        ids = [rng.randrange(3, vocab) for _ in range(rng.randint(4, longest))]
+        ids = [rng.randrange(3, vocab) for _ in range(rng.randint(shortest, longest))]
         if ordinal % 3 == 0:
             ids = (shared + ids)[:longest]
         mask = [0] * (len(ids) // 2) + [1] * (len(ids) - len(ids) // 2)
@@ -111,6 +128,16 @@ def wait_stored(bus: Bus, run: str, at_least: int, timeout: float = 120.0) -> Ru
     return wait_until(enough, timeout, f"{at_least} rows of {run}")
 
 
+def wait_reason(bus: Bus, run: str, reason: str, count: int, timeout: float = 60.0) -> RunView:
+    """Wait until so many attempts ended for this reason."""
+
+    def enough() -> RunView | None:
+        view = bus.runs.get(run)
+        return view if view is not None and view.reasons.get(reason, 0) >= count else None
+
+    return wait_until(enough, timeout, f"{count} attempts of {run} to end as {reason}")
+
+
 def wait_finished(bus: Bus, run: str, timeout: float = 180.0) -> RunView:
     """Wait until the run is finished."""
 
@@ -132,7 +159,7 @@ def lines_of(output: Path) -> list[Line]:
 def assert_right(view: RunView, output: Path, model: Path) -> None:
     """Every sample has exactly one row, and a plain transformers forward gives the same states."""
     assert (view.stored, view.rejected, view.failed, view.open) == (view.spec.total, 0, 0, 0)
-    rows = sorted((output / "rows").rglob("*.safetensors"))
+    rows = [path for path in (output / "rows").rglob("*") if path.is_file()]
     assert len(rows) == view.spec.total
     assert {line.ordinal for line in lines_of(output)} == set(range(view.spec.total))
     assert (output / INPUTS_FOLDER).is_dir()
@@ -158,6 +185,46 @@ def assert_nothing_left(stack: Stack, bus: Bus, run: str) -> None:
         return zero and idle and not dumps_in(stack.dump_dir)
 
     wait_until(clean, 60.0, "credits, leases and the dump folder to be empty")
+
+
+@contextmanager
+def stopped(stack: Stack, name: str) -> Iterator[None]:
+    """SIGSTOP a service for the block: it hangs, and its ports stay open."""
+    pid = stack.pid(name)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def redis_log(stack: Stack) -> Path:
+    """The folder of what the stack's Redis appended; a copy of it is what Redis knew then."""
+    return stack.folder / "redis" / "appendonlydir"
+
+
+def set_redis_back(stack: Stack, earlier: Path) -> None:
+    """kill -9 of Redis, which starts again with what it knew when `earlier` was copied."""
+    stack.kill("redis")
+    shutil.rmtree(redis_log(stack))
+    earlier.rename(redis_log(stack))
+    stack.start("redis")
+    stack.wait_ready("redis", READY_SECONDS)
+
+
+def metric(stack: Stack, service: str, name: str, **labels: str) -> float:
+    """A counter of a service's `/metrics`; 0 before the service has seen the run."""
+    with urlopen(f"{stack.health_url(service)}/metrics", timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        samples = [sample for family in families for sample in family.samples]
+    return float(sum(sample.value for sample in samples if (sample.name, sample.labels) == (name, labels)))
+
+
+def logged(stack: Stack, name: str, event: str) -> list[dict[str, Any]]:
+    """What a service logged under this event."""
+    lines = (stack.logs / f"{name}.log").read_text().splitlines()
+    entries: list[dict[str, Any]] = [json.loads(line) for line in lines if line.startswith("{")]
+    return [entry for entry in entries if entry.get("event") == event]
 
 
 def dumps_in(folder: Path) -> list[str]:

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from headrace.errors import HeadraceError
+from headrace.formats import FORMATS
 from headrace_dispatcher.inputs import RejectedSample, Sample
 from headrace_dispatcher.prepare import Prepared, prepare
 from headrace_dispatcher.runfile import load_run_file
 from tests.support.checkpoints import small_checkpoint
-
-FORMATS = {"headrace": {"pre_norm", "post_norm"}, "specforge": {"pre_norm"}}
 
 
 def ready(*ids: int, name: str | None = None) -> dict[str, Any]:

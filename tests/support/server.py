@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 from pathlib import Path
 
 import redis
 
+from headrace_cli.stack import free_ports
 from headrace_cli.valkey import server_binary
 from tests.support.waiting import wait_until
 
 
 def free_port() -> int:
-    """A TCP port of the loopback that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
+    """A TCP port of the loopback that nobody listens on now, and that no outgoing connection takes meanwhile."""
+    return free_ports(1)[0]
 
 
 class ValkeyServer:

@@ -11,12 +11,16 @@ from typing import Any
 import xxhash
 
 from headrace.bus.values import Attempt
+from headrace.dumpfolder import read_dump
+from headrace.finalnorm import FinalNorm
 from headrace.ids import RequestId
 from headrace.manifest import INPUTS_FOLDER, SPEC_FILE, Damage, Line, ManifestReader
 from headrace.masks import decode_mask, encode_mask
 from headrace.messages import StoreJob
 from headrace.runs import RunSpec
 from headrace_writer import formats
+from headrace_writer.formats.base import RowSource
+from headrace_writer.source import open_source
 from tests.support import bus_values
 from tests.support.dumps import ENGINE, MODEL, WEIGHTS, make_dump
 
@@ -88,6 +92,14 @@ class Sample:
         """The dump of an attempt; attempts differ in their states, as bf16 does between batches."""
         options = {"seed": 10 * attempt, **options}
         return make_dump(folder, self.request(attempt), self.token_ids, BOUNDARIES, HIDDEN, **options)
+
+
+def row_source(folder: Path, sample: Sample, norm: FinalNorm | None = None, **dump: Any) -> RowSource:
+    """The source of a row: a dump of the sample, opened as a writer opens it."""
+    path = sample.dump(folder, **dump)
+    source = open_source(path, read_dump(path), sample.job())
+    assert isinstance(source, RowSource)
+    return replace(source, norm=norm)
 
 
 def make_sample(ordinal: int = 7, tokens: int = 12) -> Sample:

@@ -9,7 +9,7 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 
-def wait_until(condition: Callable[[], _T], timeout: float = 20.0, what: str = "the condition") -> _T:
+def wait_until(condition: Callable[[], _T | None], timeout: float = 20.0, what: str = "the condition") -> _T:
     """Poll until `condition()` is true and return its value; AssertionError after `timeout` seconds says `what`."""
     end = time.monotonic() + timeout
     pause = 0.002

@@ -15,7 +15,9 @@ from typing import Any
 from headrace.bus import Bus
 from headrace.bus.values import Site
 from headrace.dumps import ENGINE_FILE, LOST_SUFFIX, PRE_NORM, EngineCard, Lost, encode_json
+from headrace.finalnorm import FinalNorm
 from headrace.ids import RequestId
+from headrace_capture.folder import norm_file
 from tests.support.dumps import ENGINE, MODEL, WEIGHTS, make_dump
 from tests.support.http import StubServer, get
 from tests.support.stores import BOUNDARIES, HIDDEN, RUN, Sample, make_spec
@@ -55,6 +57,7 @@ def make_site(name: str, **changes: Any) -> Site:
         dtype="BF16",
         fingerprint=ENGINE,
         weight_version=WEIGHTS,
+        final_norm=True,
         context_length=4096,
         max_requests=64,
         max_tokens=1 << 20,
@@ -91,6 +94,15 @@ def claim(bus: Bus, site: str, samples: Sequence[Sample], attempt: int = 0) -> N
     """Record an attempt at each sample, as a dispatcher does before it posts."""
     attempts = [sample.opened(attempt) for sample in samples]
     assert bus.requests.claim(RUN, site, BOOT, attempts) == ["claimed"] * len(samples)
+
+
+def declare(folder: Path, norm: FinalNorm | None, **changes: Any) -> None:
+    """Publish an engine's card, and its final norm if it has one, as the capture core does at each boot."""
+    card = make_card(**changes)
+    if norm is not None:
+        card = replace(card, norm_file=norm_file(card.boot))
+        put(folder / card.norm_file, norm.encode())
+    put(folder / ENGINE_FILE, encode_json(card))
 
 
 class StubEngine(StubServer):

@@ -14,6 +14,7 @@ import pytest
 from headrace import metrics
 from headrace.generate import Answer, Outcome, read_answer
 from headrace_dispatcher.engines import EngineClient
+from tests.support.dispatching import Engine, hanging_listener
 
 
 def body(**meta: Any) -> bytes:
@@ -102,3 +103,17 @@ def test_a_time_out_costs_an_attempt_and_aborts_the_request(engine: tuple[str, l
     assert path == "/generate"
     assert (sent["input_ids"], sent["rid"], sent["extra_key"]) == ([1, 2], "hr-x", "hr-x")
     assert (second, abort) == ("/abort_request", {"rid": "hr-x"})
+
+
+@pytest.mark.parametrize(("status", "problem"), [(200, ""), (503, "a probe that brought http_503")])
+def test_a_probe_says_what_the_engine_answered(status: int, problem: str) -> None:
+    with Engine() as stub:
+        stub.health = lambda: status
+        assert EngineClient(5.0).probe(stub.url) == problem
+        assert stub.probed == 1
+
+
+def test_a_probe_of_an_engine_that_is_away_or_hangs_says_so_in_time() -> None:
+    with hanging_listener() as url:
+        assert EngineClient(0.2).probe(url) == "a probe without an answer in 0.2 s"
+    assert EngineClient(0.2).probe(url) == "a probe that failed (ConnectionError)"

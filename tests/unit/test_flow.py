@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.flow import Caps, Load, Room, can_ever_fit, feed_size, room
+from headrace.flow import Caps, Load, Room, can_ever_fit, feed_size, room, too_many_mismatches
 
 sizes = st.integers(0, 1 << 40)
 caps_of = st.builds(Caps, requests=sizes, tokens=sizes, dump_bytes=sizes)
@@ -55,3 +55,31 @@ def test_feeding_fills_the_window_and_no_more(window: int, waiting: int, batch: 
     size = feed_size(window, waiting, batch)
     assert 0 <= size <= batch
     assert size == 0 or waiting + size <= window
+
+
+def test_mismatches_are_too_many_as_soon_as_nothing_that_follows_can_mend_it() -> None:
+    assert not too_many_mismatches(50, 2, limit=0.05, least=50)
+    assert too_many_mismatches(50, 3, limit=0.05, least=50)
+    assert too_many_mismatches(3, 3, limit=0.05, least=50)
+    assert not too_many_mismatches(2, 2, limit=0.05, least=50)
+    assert too_many_mismatches(1, 1, limit=0.5, least=1)
+    assert not too_many_mismatches(100, 29, limit=0.29, least=1), "0.29 * 100 is a little less than 29"
+
+
+@given(
+    verdicts=st.lists(st.booleans(), max_size=300),
+    limit=st.floats(0, 1, exclude_min=True),
+    least=st.integers(1, 100),
+)
+def test_a_run_of_too_many_mismatches_would_be_over_the_limit_at_the_least_count_whatever_followed(
+    verdicts: list[bool], limit: float, least: int
+) -> None:
+    mismatches = sum(verdicts)
+    matches_follow = max(len(verdicts), least)
+    too_many = too_many_mismatches(len(verdicts), mismatches, limit=limit, least=least)
+    assert too_many == too_many_mismatches(matches_follow, mismatches, limit=limit, least=least)
+    if too_many:
+        assert mismatches / matches_follow > limit
+    elif len(verdicts) >= least:
+        assert mismatches / len(verdicts) <= limit + 1e-6
+    assert not too_many_mismatches(len(verdicts), mismatches, limit=1.0, least=least)

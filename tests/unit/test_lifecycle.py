@@ -52,8 +52,14 @@ def test_the_last_attempt_fails_the_sample_and_keeps_its_request() -> None:
     assert (sample.state, sample.attempts, sample.live) == (State.PENDING, 1, "")
     sample = sample.claim("r2").end_attempt(burn=True, max_attempts=2)
     assert (sample.state, sample.attempts, sample.live) == (State.FAILED, 2, "r2")
-    assert sample.record().state is State.DONE
+    assert sample.record().state is State.GIVEN_UP
     assert sample.store().state is State.DONE
+
+
+def test_a_sample_that_failed_may_be_tried_again_with_all_its_attempts() -> None:
+    failed = Sample().claim("r1").end_attempt(burn=True, max_attempts=1).record()
+    assert failed.reopen() == Sample()
+    assert failed.store().state is State.DONE
 
 
 def test_a_captured_dump_that_goes_always_burns() -> None:
@@ -79,6 +85,9 @@ def test_what_a_state_does_not_allow_is_refused() -> None:
         lambda: Sample().reject().capture("r1"),
         lambda: Sample().claim("r1").capture("r1").capture("r1"),
         lambda: Sample().store().store(),
+        lambda: Sample().store().reopen(),
+        lambda: Sample().reject().record().reopen(),
+        lambda: Sample().claim("r1").end_attempt(burn=True, max_attempts=1).reopen(),
     ):
         with pytest.raises(IllegalTransition):
             wrong()
@@ -186,6 +195,11 @@ class OneSample(RuleBasedStateMachine):
     def record(self) -> None:
         self.sample = self.sample.record()
 
+    @precondition(lambda self: self.sample.state is State.GIVEN_UP)
+    @rule()
+    def reopen(self) -> None:
+        self.sample = self.sample.reopen()
+
     @precondition(lambda self: self.sample.state is State.DONE)
     @rule(event=st.sampled_from(Event))
     def nothing_follows_the_end(self, event: Event) -> None:
@@ -225,7 +239,7 @@ class OneSample(RuleBasedStateMachine):
                     self.sample = self.sample.record()
                 case _:
                     break
-        assert self.sample.state is State.DONE
+        assert self.sample.state in (State.GIVEN_UP, State.DONE)
 
 
 OneSample.TestCase.settings = settings(max_examples=80, stateful_step_count=30)

@@ -90,9 +90,10 @@ def test_a_killed_call_leaves_nothing_that_the_next_one_does_not_remove(tmp_path
     script = f"""
 import os, signal
 from pathlib import Path
+from headrace.formats import FORMATS
 from headrace_dispatcher.prepare import prepare
 from headrace_dispatcher.runfile import load_run_file
-prepare(load_run_file(Path({str(path)!r})), resolve_model=lambda word: None, known_formats={{"headrace": ["pre_norm"]}},
+prepare(load_run_file(Path({str(path)!r})), resolve_model=lambda word: None, known_formats=FORMATS,
         progress=lambda done, total: done == 2 and os.kill(os.getpid(), signal.SIGKILL))
 """
     killed = subprocess.run([sys.executable, "-c", script], check=False)

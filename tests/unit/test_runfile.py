@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import UsageError
+from headrace.formats import FORMATS, FormatNeeds
 from headrace_dispatcher.runfile import RunFile, load_run_file
 
 WHOLE = '[run]\nname = "demo"\ndata = "samples.jsonl"\noutput = "out"\nmodel = "models/tiny"\n'
@@ -192,14 +193,31 @@ def test_a_known_models_word_is_resolved_and_anything_else_is_a_path(tmp_path: P
 def test_an_unknown_format_is_named_with_the_nearest_known_one(tmp_path: Path) -> None:
     run = _load(tmp_path, 'format = "specforg"\n')
     with pytest.raises(UsageError, match=r"did you mean 'specforge'.*known are headrace, specforge"):
-        run.check_format({"headrace": {"pre_norm"}, "specforge": {"pre_norm"}})
+        run.check_format(FORMATS)
 
 
 def test_a_format_that_cannot_be_made_from_the_runs_final_state_is_refused(tmp_path: Path) -> None:
     run = _load(tmp_path, 'final_state = "pre_norm"\n')
-    assert run.check_format({"headrace": {"pre_norm", "post_norm"}}) == "headrace"
+    assert run.check_format(FORMATS) == "headrace"
     with pytest.raises(UsageError, match=r"run.format = 'headrace' is made from 'post_norm'.*not 'pre_norm'"):
-        run.check_format({"headrace": {"post_norm"}})
+        run.check_format({"headrace": FormatNeeds(takes=frozenset({"post_norm"}))})
+
+
+@pytest.mark.parametrize("boundaries", ["[2, 5]", "[0, 2, 5, 7]"])
+def test_a_format_that_cannot_be_made_from_the_runs_boundaries_is_refused(tmp_path: Path, boundaries: str) -> None:
+    run = _load(tmp_path, f'format = "specforge"\nboundaries = {boundaries}\n')
+    with pytest.raises(UsageError) as caught:
+        run.check_format(FORMATS)
+    assert f"is made from 3 boundaries; give run.boundaries so many, or 'eagle3', not {boundaries}" in str(caught.value)
+
+
+@pytest.mark.parametrize("boundaries", ['"eagle3"', "[0, 1, 12]"])
+@pytest.mark.parametrize("final_state", ["pre_norm", "post_norm"])
+def test_specforge_is_made_from_three_boundaries_and_either_final_state(
+    tmp_path: Path, boundaries: str, final_state: str
+) -> None:
+    text = f'format = "specforge"\nboundaries = {boundaries}\nfinal_state = "{final_state}"\n'
+    assert _load(tmp_path, text).check_format(FORMATS) == "specforge"
 
 
 def test_paths_are_relative_to_where_a_linked_run_file_seems_to_be(tmp_path: Path) -> None:

@@ -150,9 +150,9 @@ def test_a_time_is_finite_and_at_most_30_days(monkeypatch: pytest.MonkeyPatch, n
     assert variable in message_of()
 
 
-def test_every_float_setting_is_a_time() -> None:
-    floats = sorted(name for name, field in Settings.model_fields.items() if field.annotation is float)
-    assert floats == _TIMES
+def test_every_float_setting_is_a_time_or_a_share() -> None:
+    floats = {name for name, field in Settings.model_fields.items() if field.annotation is float}
+    assert floats == {*_TIMES, "mismatch_limit"}
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:30000", "https://engine.example/", "http://[::1]:30000", "http://h"])
@@ -201,3 +201,9 @@ def test_the_engines_own_variables_are_left_to_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("HEADRACE_CAPTURE_ANYTHING", "4")
     monkeypatch.setenv("UNRELATED", "4")
     load_settings()
+
+
+@pytest.mark.parametrize("value", ["0", "1.01", "nan", "-0.5", "5%"])
+def test_a_share_of_mismatches_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("HEADRACE_MISMATCH_LIMIT", value)
+    assert "HEADRACE_MISMATCH_LIMIT" in message_of()

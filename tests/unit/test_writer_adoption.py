@@ -63,7 +63,7 @@ def problem_after_store(tmp_path: Path, sample: Sample) -> str:
     assert not outcome.adopted
     assert_stored(tmp_path / "dataset", [sample])
     kept = sorted((tmp_path / "dataset" / ".quarantine").iterdir())
-    assert [path.suffix for path in kept] == [".safetensors", ".json"]
+    assert [path.suffix for path in kept] == [".bad", ".json"]
     assert kept[0].read_bytes() == wrong
     note = orjson.loads(kept[1].read_bytes())
     assert (note["sample"], note["request"], note["path"]) == (sample.name, str(sample.request()), str(FORM.path(7)))

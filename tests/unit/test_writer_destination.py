@@ -105,9 +105,9 @@ def test_a_quarantined_file_is_kept_with_a_note(tmp_path: Path) -> None:
         destination.publish(PLACE, partial(put, content))
         destination.quarantine(PLACE, (tmp_path / PLACE).lstat(), {"problem": "wrong"})
         assert not (tmp_path / PLACE).exists()
-    kept = sorted((tmp_path / ".quarantine").glob("*.bin"))
+    kept = sorted((tmp_path / ".quarantine").glob("*.bin.bad"))
     assert [path.read_bytes() for path in kept] == [b"bad", b"worse"]
-    note = orjson.loads(kept[0].with_name(kept[0].name + ".json").read_bytes())
+    note = orjson.loads(kept[0].with_suffix(".json").read_bytes())
     assert note == {"problem": "wrong", "path": str(PLACE)}
 
 
@@ -121,7 +121,7 @@ def test_only_the_file_that_was_found_wrong_is_quarantined(tmp_path: Path) -> No
         destination.publish(PLACE, lambda file: file.write(b"good"))
         destination.quarantine(PLACE, bad, {})
     assert (tmp_path / PLACE).read_bytes() == b"good"
-    assert len(list((tmp_path / ".quarantine").glob("*.bin"))) == 1
+    assert len(list((tmp_path / ".quarantine").glob("*.bin.bad"))) == 1
 
 
 def test_a_folder_that_was_removed_is_made_again_after_one_error(tmp_path: Path) -> None:

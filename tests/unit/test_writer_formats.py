@@ -6,7 +6,6 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 import pytest
 
-from headrace.dumpfolder import read_dump
 from headrace.dumps import POST_NORM, PRE_NORM
 from headrace.errors import Unreadable, UsageError
 from headrace.formats import FORMATS
@@ -15,25 +14,17 @@ from headrace.masks import decode_mask
 from headrace.tensorfile import MAX_HEADER, TensorInfo, decode_header, encode_header
 from headrace_writer import formats
 from headrace_writer.destination import HashingFile
-from headrace_writer.formats.base import RowSource, as_float32
-from headrace_writer.source import open_source
+from headrace_writer.formats.base import as_float32
 from tests.support.dumps import ENGINE, WEIGHTS, random_states
-from tests.support.stores import BOUNDARIES, HIDDEN, RUN, Sample, make_sample
+from tests.support.stores import BOUNDARIES, HIDDEN, RUN, Sample, make_sample, row_source
 
 FORM = formats.get("headrace")
-
-
-def open_row_source(folder: Path, sample: Sample, dtype: str = "BF16") -> RowSource:
-    path = sample.dump(folder, dtype=dtype)
-    source = open_source(path, read_dump(path), sample.job())
-    assert isinstance(source, RowSource)
-    return source
 
 
 def write_row(folder: Path, sample: Sample, dtype: str = "BF16") -> Path:
     path = folder / "row.safetensors"
     with HashingFile(path) as file:
-        FORM.write(open_row_source(folder, sample, dtype), file)
+        FORM.write(row_source(folder, sample, dtype=dtype), file)
     return path
 
 
@@ -50,7 +41,7 @@ def test_a_format_is_found_by_its_name() -> None:
 
 def test_what_a_submit_knows_of_formats_is_what_the_writer_has() -> None:
     assert set(FORMATS) == set(formats.names())
-    assert all(states and states <= {PRE_NORM, POST_NORM} for states in FORMATS.values())
+    assert all(needs.takes and needs.takes <= {PRE_NORM, POST_NORM} for needs in FORMATS.values())
 
 
 def test_an_unknown_format_is_a_usage_error_with_the_nearest_name() -> None:

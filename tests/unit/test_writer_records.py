@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,46 @@ def test_a_failed_line_is_made_good_when_its_row_is_there(tmp_path: Path) -> Non
     (held,) = store.record([failed(sample)], AT)
     assert held.status == "stored"
     assert_stored(tmp_path / "dataset", [make_sample(1), sample])
+
+
+def test_a_sample_that_fails_again_gets_a_line_for_each_request_and_the_later_is_the_later(tmp_path: Path) -> None:
+    sample = make_sample()
+    store = open_store(tmp_path, "w1")
+    early = [store.record([failed(sample, attempt=1)], AT)[0] for _ in range(2)]
+    # The second writer's clock is an hour behind the first one's.
+    store = open_store(tmp_path, "w2")
+    late = [store.record([failed(sample, attempt=2, reason="nan")], AT - timedelta(hours=1))[0] for _ in range(2)]
+    lines = lines_of(tmp_path / "dataset")
+    assert lines == [early[0], late[0]] == [early[1], late[1]]
+    assert [(line.request, line.reason) for line in lines] == [
+        (str(sample.request(1)), "dump_gone"),
+        (str(sample.request(2)), "nan"),
+    ]
+    assert lines[0].at < lines[1].at
+    assert store.record([failed(sample, attempt=1)], AT) == [early[0]], "a job that comes late adds nothing"
+    assert lines_of(tmp_path / "dataset") == lines
+
+
+@pytest.mark.parametrize("at", ["", "9999-12-31T23:59:59Z", "2026-01-01T00:00:00", "soon"])
+def test_a_line_of_an_odd_time_keeps_nobody_from_writing_the_next(tmp_path: Path, at: str) -> None:
+    sample = make_sample()
+    (line,) = open_store(tmp_path, "w1").record([failed(sample, attempt=1)], AT)
+    (segment,) = (tmp_path / "dataset" / "manifest").iterdir()
+    segment.write_bytes(replace(line, at=at).encode())
+    (again,) = open_store(tmp_path, "w2").record([failed(sample, attempt=2)], AT)
+    assert again == replace(line, request=str(sample.request(2)))
+
+
+def test_what_is_rejected_once_it_was_tried_again_is_rejected(tmp_path: Path) -> None:
+    sample = make_sample()
+    store = open_store(tmp_path)
+    store.record([failed(sample)], AT)
+    rejected = make_record(sample.ordinal, "rejected")
+    (held,) = store.record([rejected], AT)
+    assert (held.status, held.reason) == ("rejected", "why")
+    assert store.record([rejected], AT) == [held]
+    assert store.record([failed(sample, attempt=2)], AT) == [held]
+    assert len(lines_of(tmp_path / "dataset")) == 2
 
 
 def test_a_wrong_row_of_a_failed_sample_is_quarantined_and_the_line_says_failed(tmp_path: Path) -> None:

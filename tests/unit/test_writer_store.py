@@ -16,6 +16,7 @@ from headrace.runs import Identity
 from headrace.verdicts import Reason, Refusal
 from headrace_writer.dataset import ensure_dataset
 from headrace_writer.destination import Destination
+from headrace_writer.rows import Due, StoredRow
 from headrace_writer.store import DumpGone, Outcome, Refused, Store, Stored, finish
 from tests.support.dumps import ENGINE, WEIGHTS
 from tests.support.stores import AT, BOUNDARIES, Sample, assert_stored, lines_of, make_sample, make_spec, row_files
@@ -99,6 +100,22 @@ def test_a_line_never_leads_out_of_the_place_of_its_row(tmp_path: Path) -> None:
     assert isinstance(outcome, Stored)
     assert not outcome.already
     assert_stored(tmp_path / "dataset", [sample, other])
+
+
+def test_a_writer_that_stood_still_between_row_and_line_adds_none_to_that_of_the_writer_that_overtook_it(
+    tmp_path: Path,
+) -> None:
+    sample = make_sample()
+    dump = sample.dump(tmp_path)
+    slow = open_store(tmp_path)
+    row = slow._from_dump(sample.job(), dump)
+    assert isinstance(row, StoredRow)
+    other = open_store(tmp_path, "w2").store(sample.job(), dump, AT)
+    assert isinstance(other, Stored)
+    assert other.adopted
+    due = Due(request=sample.request(), sample=sample.job().sample, mask=sample.job().mask)
+    assert slow._append(due, row, AT + timedelta(hours=1)) == other.line
+    assert lines_of(tmp_path / "dataset") == [other.line]
 
 
 def test_a_writer_killed_between_row_and_line_is_followed_by_one_that_adopts(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from headrace.settings import load_settings
 from headrace_cli import console
 from headrace_cli.doctor import examine
 from headrace_cli.follow import follow
+from headrace_cli.status import NO_RUNS, print_json, read_run, read_runs, watch
 from headrace_cli.submit import SMOLLM2, submit_run
 
 app = typer.Typer(
@@ -63,6 +64,9 @@ def submit(
     start: Annotated[int, typer.Option(min=0, help="First sample of the data.")] = 0,
     end: Annotated[int | None, typer.Option(min=1, help="Sample to stop before.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many samples.")] = None,
+    only_failed: Annotated[
+        bool, typer.Option("--only-failed", help="Of a run that was submitted before, try the failed samples again.")
+    ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the run until it ends.")] = False,
     engine_check: Annotated[
         bool, typer.Option(help="Refuse when no registered engine can serve the run; --no-engine-check queues it.")
@@ -70,7 +74,9 @@ def submit(
 ) -> None:
     """Normalise a run's samples into its output folder and start it, or go on with it."""
     with _bus() as bus:
-        view = submit_run(bus, run_file, start=start, end=end, limit=limit, engine_check=engine_check)
+        view = submit_run(
+            bus, run_file, start=start, end=end, limit=limit, engine_check=engine_check, only_failed=only_failed
+        )
         if wait and view.state != "finished":
             view = follow(bus, view.spec.run)
             console.out.print(f"run {view.spec.run} is {view.state}: {console.books(view)}{console.why_failed(view)}")
@@ -80,48 +86,50 @@ def submit(
 @app.command("list")
 def list_runs() -> None:
     """List the runs that Redis knows."""
-    views, unreadable = [], []
     with _bus() as bus:
-        for name in bus.runs.names():
-            try:
-                view = bus.runs.get(name)
-            except Unreadable as error:
-                unreadable.append(f"run {name!r}: {error}")
-                continue
-            if view is not None:
-                views.append(view)
-    if views:
-        console.out.print(console.runs_table(views))
-    elif not unreadable:
-        console.out.print("No runs. Start one with: headrace submit RUN.toml")
-    if unreadable:
-        raise Unreadable(f"{'; '.join(unreadable)}; submit its run file again to write it anew")
+        _show_all(bus, as_json=False)
 
 
 @app.command()
 def status(
     run: Annotated[str, typer.Argument(help="The run's name; all runs when left out.")] = "",
     wait: Annotated[bool, typer.Option("--wait", help="Follow the run until it ends.")] = False,
+    watched: Annotated[
+        bool, typer.Option("--watch", help="Show it every second, until the run ends or Ctrl-C.")
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print JSON: an object for a run, a list for all, with --watch each second."),
+    ] = False,
 ) -> None:
     """Show a run's progress, rate, time left, and reasons."""
-    if not run:
-        if wait:
-            raise UsageError("--wait follows one run: name it")
-        list_runs()
-        return
+    if wait and (watched or not run):
+        raise UsageError("--wait follows one run with a bar: name it, and leave out --watch")
     with _bus() as bus:
-        view = _known(bus, run)
+        if watched:
+            view = watch(bus, run, as_json=as_json)
+            if view is not None:
+                _finish(view)
+            return
+        if not run:
+            _show_all(bus, as_json=as_json)
+            return
+        report = read_run(bus, run)
         if wait:
-            view = follow(bus, run)
-        console.out.print(console.run_table(view))
-    _finish(view)
+            follow(bus, run, to=console.err if as_json else console.out)
+            report = read_run(bus, run)
+        if as_json:
+            print_json(report.to_json())
+        else:
+            console.out.print(console.run_table(report.view, report.dead, report.now))
+    _finish(report.view)
 
 
 @app.command()
 def pause(run: Run, reason: Annotated[str, typer.Option(help="Shown by status.")] = "by hand") -> None:
     """Give out no more samples of a run; what is in flight is still stored."""
     with _bus() as bus:
-        _known(bus, run)
+        read_run(bus, run)
         _say(run, bus.runs.pause(run, reason, by_hand=True), "paused")
 
 
@@ -129,7 +137,7 @@ def pause(run: Run, reason: Annotated[str, typer.Option(help="Shown by status.")
 def resume(run: Run) -> None:
     """Go on with a paused run."""
     with _bus() as bus:
-        _known(bus, run)
+        read_run(bus, run)
         _say(run, bus.runs.activate(run), "active", "finished")
 
 
@@ -137,7 +145,7 @@ def resume(run: Run) -> None:
 def cancel(run: Run) -> None:
     """Stop a run for good; submitting it again goes on with it."""
     with _bus() as bus:
-        _known(bus, run)
+        read_run(bus, run)
         _say(run, bus.runs.cancel(run), "cancelled")
 
 
@@ -193,12 +201,16 @@ def _bus() -> closing[Bus]:
     return closing(Bus.from_settings(load_settings()))
 
 
-def _known(bus: Bus, run: str) -> RunView:
-    view = bus.runs.get(run)
-    if view is None:
-        known = ", ".join(bus.runs.names()) or "none"
-        raise UsageError(f"no run {run!r} in Redis (known: {known}); submit its run file again to bring it back")
-    return view
+def _show_all(bus: Bus, *, as_json: bool) -> None:
+    reports, unreadable = read_runs(bus)
+    if as_json:
+        print_json([report.to_json() for report in reports])
+    elif reports:
+        console.out.print(console.runs_table([report.view for report in reports]))
+    elif not unreadable:
+        console.out.print(NO_RUNS)
+    if unreadable:
+        raise Unreadable("; ".join(unreadable))
 
 
 def _say(run: str, state: RunState | None, *wanted: RunState) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from headrace.bus.values import RunView
 
+_DEAD_SHOWN = 5
 # Control characters but the tab and the line's end, and bytes of a file name that were no text.
 _UNPRINTABLE = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160))) | dict.fromkeys(
     range(0xD800, 0xE000), "\ufffd"
@@ -26,8 +26,8 @@ def printable(text: str) -> str:
 class _DataConsole(Console):
     """A console to which text is data: brackets and colons mean nothing in it, control characters are left out."""
 
-    def __init__(self, *, stderr: bool = False) -> None:
-        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=True)
+    def __init__(self, *, stderr: bool = False, soft_wrap: bool = True) -> None:
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False, soft_wrap=soft_wrap)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render as rich does; its own escape sequences are styles or control segments, never text."""
@@ -39,7 +39,12 @@ out = _DataConsole()
 err = _DataConsole(stderr=True)
 
 
-def progress_bar() -> Progress:
+def fitting() -> Console:
+    """A console on stdout whose lines are folded at its width: what is drawn in place must know its height."""
+    return _DataConsole(soft_wrap=False)
+
+
+def progress_bar(to: Console = out) -> Progress:
     """A bar with counts, a description and an estimate of the time left."""
     return Progress(
         SpinnerColumn(),
@@ -47,7 +52,7 @@ def progress_bar() -> Progress:
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        console=out,
+        console=to,
     )
 
 
@@ -99,8 +104,18 @@ def runs_table(views: list[RunView]) -> Table:
     return table
 
 
-def run_table(view: RunView) -> Table:
-    """All about one run: progress, rate, time left, reasons."""
+def run_line(view: RunView) -> str:
+    """One run in one line, without what changes with the time alone."""
+    waiting = f" · waiting for {view.waiting_for}" if view.waiting_for else ""
+    now = f"open {view.open} · {view.in_flight} in flight{waiting}"
+    return f"run {view.spec.run} is {state_of(view)} · {books(view)}{why_failed(view)} · {now}"
+
+
+def run_table(view: RunView, dead: Sequence[tuple[str, int, str]], now: float) -> Table:
+    """All about one run: progress, rate, time left, reasons.
+
+    `dead` are its latest burnt attempts: request id, attempt, reason; `now` is in seconds of Redis TIME.
+    """
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -111,7 +126,7 @@ def run_table(view: RunView) -> Table:
     table.add_row("samples", books(view) + f" · open {view.open}")
     table.add_row("now", f"{view.pending} pending · {view.in_flight} in flight · {view.fed} fed and not done")
     table.add_row("stored", f"{view.tokens:,} tokens · {human_bytes(view.bytes)}")
-    table.add_row("rate", _rate(view))
+    table.add_row("rate", _rate(view, now))
     for title, counts in (
         ("ended attempts", view.reasons),
         ("rejected", view.rejected_by),
@@ -119,6 +134,9 @@ def run_table(view: RunView) -> Table:
     ):
         if counts:
             table.add_row(title, " · ".join(f"{reason} {count}" for reason, count in counts.items()))
+    if view.failed:
+        last = [f"{reason}: attempt {attempt}, {request}" for request, attempt, reason in dead[:_DEAD_SHOWN]]
+        table.add_row("last dead letters", "\n".join(last) or "none")
     if view.identity is not None:
         table.add_row("engine", f"{view.identity.engine}, weights {view.identity.weight_version}")
     table.add_row("boundaries", f"{list(spec.boundaries)} and {spec.final_state}, format {spec.format}")
@@ -126,12 +144,11 @@ def run_table(view: RunView) -> Table:
     return table
 
 
-def _rate(view: RunView) -> str:
+def _rate(view: RunView, now: float) -> str:
     if view.state == "finished" and view.finished_at is not None:
         return f"finished in {human_seconds(view.finished_at - view.created_at)}"
-    seconds = time.time() - view.rate_since if view.rate_since else 0.0
-    rows, tokens = view.stored - view.rate_rows, view.tokens - view.rate_tokens
-    if seconds < 1 or rows <= 0 or view.state != "active":
+    rate = view.rate(now)
+    if rate is None:
         return "no row stored lately"
-    left = human_seconds(view.open / (rows / seconds))
-    return f"{rows / seconds:.1f} rows/s · {tokens / seconds:,.0f} tokens/s · {left} left"
+    left = human_seconds(rate.seconds_left)
+    return f"{rate.rows_per_second:.1f} rows/s · {rate.tokens_per_second:,.0f} tokens/s · {left} left"

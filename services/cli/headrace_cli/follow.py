@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from rich.console import Console
+
 from headrace.bus import Bus
 from headrace.bus.values import DESTINATION_FULL, RunView
 from headrace.errors import Conflict, Unavailable, UsageError
@@ -14,7 +16,7 @@ _LOOK_SECONDS = 0.3
 _PATIENCE_SECONDS = 120.0  # for a Redis that went away
 
 
-def follow(bus: Bus, run: str, check: Callable[[], None] | None = None) -> RunView:
+def follow(bus: Bus, run: str, check: Callable[[], None] | None = None, to: Console = console.out) -> RunView:
     """Show progress until the run is finished or cancelled; `check` may raise to end it.
 
     A run that is paused by a full destination is waited for: it goes on by itself when there is room.
@@ -24,7 +26,7 @@ def follow(bus: Bus, run: str, check: Callable[[], None] | None = None) -> RunVi
         Conflict: the run is paused for another reason, and stays so until somebody resumes it.
         Unavailable: Redis stays away.
     """
-    with console.progress_bar() as bar:
+    with console.progress_bar(to) as bar:
         task = bar.add_task(run, total=None)
         away_since: float | None = None
         while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import secrets
 import signal
 import socket
@@ -24,6 +25,7 @@ SERVICES = ("redis", "engine", "watcher", "writer", "dispatcher")
 _STOP_ORDER = ("dispatcher", "watcher", "writer", "engine", "redis")
 _STOP_SECONDS = 30.0
 _PR_SET_PDEATHSIG = 1
+_PORTS = range(10_000, 32_768)  # outgoing connections take theirs above
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +109,7 @@ class Stack:
             Unavailable: it ended, or is not ready in time; the message has its last lines.
         """
         until = time.monotonic() + timeout
-        while not self._ready(name):
+        while not self.ready(name):
             process = self._processes.get(name)
             if process is not None and process.poll() is not None:
                 raise Unavailable(f"{name} ended with code {process.returncode}:\n{self.tail(name)}")
@@ -117,11 +119,30 @@ class Stack:
                 idle()
             time.sleep(0.1)
 
+    def ready(self, name: str) -> bool:
+        """Whether a service says that it is ready."""
+        if name == "redis":
+            try:
+                self.bus().close()
+            except HeadraceError:
+                return False
+            return True
+        url = f"{self.engine_url}/health" if name == "engine" else f"{self.health_url(name)}/readyz"
+        try:
+            with urlopen(url, timeout=2) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
     def check(self) -> None:
         """Raise Unavailable when a service that was started has ended."""
-        for name, process in self._processes.items():
-            if process.poll() is not None:
-                raise Unavailable(f"{name} ended with code {process.returncode}:\n{self.tail(name)}")
+        for name, code in self.ended().items():
+            raise Unavailable(f"{name} ended with code {code}:\n{self.tail(name)}")
+
+    def ended(self) -> dict[str, int]:
+        """Services that were started and ended by themselves, with their exit codes."""
+        codes = {name: process.poll() for name, process in self._processes.items()}
+        return {name: code for name, code in codes.items() if code is not None}
 
     def tail(self, name: str, lines: int = 5) -> str:
         """The last lines of a service's log."""
@@ -167,20 +188,6 @@ class Stack:
                 self.kill(name)
             raise
 
-    def _ready(self, name: str) -> bool:
-        if name == "redis":
-            try:
-                self.bus().close()
-            except HeadraceError:
-                return False
-            return True
-        url = f"{self.engine_url}/health" if name == "engine" else f"{self.health_url(name)}/readyz"
-        try:
-            with urlopen(url, timeout=2) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
-
     def _command(self, name: str) -> tuple[list[str], dict[str, str]]:
         if name == "redis":
             return [str(server_binary()), str(self._redis_config())], dict(os.environ)
@@ -219,12 +226,21 @@ class Stack:
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports of the loopback that nobody listens on now."""
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(listener.getsockname()[1]) for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
+    """TCP ports of the loopback that nobody listens on now.
+
+    None is of the range from which outgoing connections take theirs: a service that is started again must find its own
+    port free.
+    """
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise Unavailable(f"fewer than {count} TCP ports from {_PORTS.start} to {_PORTS.stop - 1} are free; free some")
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from pathlib import Path
 
 from headrace.bus import Bus
 from headrace.bus.values import RunView, Site
-from headrace.errors import Conflict, Unavailable
+from headrace.errors import Conflict, Unavailable, UsageError
 from headrace.formats import FORMATS
-from headrace.manifest import read_dataset
+from headrace.manifest import INPUTS_FOLDER, SPEC_FILE, read_dataset
 from headrace.runs import Identity, RunSpec
 from headrace_cli import console
 from headrace_dispatcher.prepare import prepare
-from headrace_dispatcher.rebuild import rebuild
+from headrace_dispatcher.rebuild import rebuild, retry_failed
 from headrace_dispatcher.runfile import load_run_file
 
 SMOLLM2 = "smollm2"
@@ -30,12 +32,22 @@ def resolve_model(word: str) -> Path | None:
 
 
 def submit_run(
-    bus: Bus, run_file: Path, *, start: int, end: int | None, limit: int | None, engine_check: bool
+    bus: Bus,
+    run_file: Path,
+    *,
+    start: int,
+    end: int | None,
+    limit: int | None,
+    engine_check: bool,
+    only_failed: bool = False,
 ) -> RunView:
     """Submit, say what happened, and return the run as it is now.
 
+    `only_failed`: the run was submitted before; those of its samples that failed are extracted again.
+
     Raises:
         UsageError, Conflict, Unreadable: see `headrace_dispatcher.prepare.prepare`.
+        UsageError: with `only_failed`, the run was never submitted into its output.
         Conflict: Redis has another extraction of this name, or lines that the folder lacks, or every engine serves
             something else.
         Unavailable: no engine is registered.
@@ -43,6 +55,11 @@ def submit_run(
     loaded = load_run_file(run_file)
     if loaded.trust_remote_code:
         console.err.print(f"{run_file}: trust_remote_code = true changes nothing: no checkpoint's own code is ever run")
+    if only_failed and not os.path.lexists(loaded.output / INPUTS_FOLDER / SPEC_FILE):
+        raise UsageError(
+            f"run {loaded.name!r} was never submitted into {loaded.output}, so none of its samples failed; "
+            "submit it without --only-failed"
+        )
     with console.progress_bar() as bar:
         task = bar.add_task("normalising samples", total=None)
         prepared = prepare(
@@ -62,10 +79,18 @@ def submit_run(
         identity = dataset.identity if dataset is not None else bus.runs.identity(spec.run)
         check_engines(bus.sites.registered(), spec, identity)
     learnt = rebuild(bus, spec)
+    again = retry_failed(bus, spec) if only_failed else None
     view = bus.runs.get(spec.run)
     if view is None:
         raise Unavailable(f"run {spec.run!r} vanished from Redis just now; submit it again")
-    _report(view, created=prepared.created, learnt=learnt, rejected=dict(prepared.rejected))
+    if again is None:
+        _report(view, created=prepared.created, learnt=learnt, rejected=prepared.rejected)
+    elif again:
+        console.out.print(f"run {spec.run}: failed samples that go again: {again.total()} ({_by_reason(again)})")
+    else:
+        console.out.print(f"run {spec.run} is {view.state}, and no sample of it failed: {console.books(view)}")
+    if view.state == "paused":
+        console.out.print(f"run {spec.run} is paused ({view.reason}); go on with: headrace resume {spec.run}")
     return view
 
 
@@ -82,16 +107,18 @@ def check_engines(sites: list[Site], spec: RunSpec, identity: Identity | None) -
         )
 
 
-def _report(view: RunView, *, created: bool, learnt: int, rejected: dict[str, int]) -> None:
+def _report(view: RunView, *, created: bool, learnt: int, rejected: Counter[str]) -> None:
     spec = view.spec
     if created:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(rejected.items()))
-        note = f", {sum(rejected.values())} of them rejected ({reasons})" if rejected else ""
+        note = f", {rejected.total()} of them rejected ({_by_reason(rejected)})" if rejected else ""
         console.out.print(f"run {spec.run}: {spec.total} samples{note}, into {spec.output}")
     elif view.state == "finished":
-        console.out.print(f"run {spec.run} is finished already, nothing to do: {console.books(view)}")
+        again = "; try the failed ones again with --only-failed" if view.failed else ""
+        console.out.print(f"run {spec.run} is finished already, nothing to do: {console.books(view)}{again}")
     else:
         again = f", {learnt} found in its manifest" if learnt else ""
         console.out.print(f"run {spec.run} goes on: {console.books(view)}{again}")
-    if view.state == "paused":
-        console.out.print(f"run {spec.run} is paused ({view.reason}); go on with: headrace resume {spec.run}")
+
+
+def _by_reason(counts: Counter[str]) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items()))

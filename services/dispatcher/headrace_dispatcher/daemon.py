@@ -11,13 +11,13 @@ from headrace import logs
 from headrace.bus import Bus
 from headrace.bus.values import RunView, Site
 from headrace.errors import RedisAway
-from headrace.generate import Answer
-from headrace.reasons import Reason
 from headrace.service import Service
 from headrace_dispatcher.catalog import Catalog
+from headrace_dispatcher.circuits import Circuits
 from headrace_dispatcher.engines import EngineClient
 from headrace_dispatcher.flights import Flight, Flights
 from headrace_dispatcher.isolation import Isolation
+from headrace_dispatcher.mismatches import MismatchLimit
 from headrace_dispatcher.patience import Patience
 from headrace_dispatcher.reaper import Reaper
 from headrace_dispatcher.spread import Spreader
@@ -25,7 +25,6 @@ from headrace_dispatcher.spread import Spreader
 log = logs.get(__name__)
 
 _TICK_SECONDS = 0.25
-_REST_SECONDS = 1.0  # of an engine that was unavailable
 _AWAY_SECONDS = 1.0  # between attempts at a Redis that is away
 _END_SECONDS = 3.0  # for the threads to end; one may wait for a Redis that is away
 
@@ -52,15 +51,17 @@ class Dispatcher:
         self._name = secrets.token_hex(8)
         self._wake = threading.Event()
         self._turn = 0
-        self._rest_until: dict[str, float] = {}
         self._crash: BaseException | None = None
         self._catalog = Catalog()
         self._runs = Isolation(bus)
-        self._flights = Flights(bus, EngineClient(settings.engine_timeout_seconds), self._landed, self._crashed)
-        self._spreader = Spreader(bus, settings, self._flights.start)
+        client = EngineClient(settings.engine_timeout_seconds)
+        self._circuits = Circuits(client.probe, self._wake.set, self._crashed)
+        self._flights = Flights(bus, client, self._circuits.answered, self._wake.set, self._crashed)
+        self._spreader = Spreader(bus, settings, self._circuits.admits, self._start)
         # A renewal comes with each third of a lease, so that a silence of half of one makes none lapse.
         patience = Patience(wait=leases.longest, silence=settings.reap_seconds + leases.shortest / 2)
-        self._reaper = Reaper(bus, self._catalog, patience)
+        limit = MismatchLimit(share=settings.mismatch_limit, least=settings.mismatch_verdicts)
+        self._reaper = Reaper(bus, self._catalog, patience, limit)
 
     def run(self) -> None:
         """Work until the stop event, then drain. A crash of any thread ends it as well, and is raised."""
@@ -143,10 +144,9 @@ class Dispatcher:
         self._bus.dispatchers.beat(self._name, lease)
         self._flights.renew()
 
-    def _landed(self, flight: Flight, answer: Answer) -> None:
-        if answer.outcome == "unavailable" or answer.reason == Reason.NO_ROOM:
-            self._rest_until[flight.site] = time.monotonic() + _REST_SECONDS
-        self._wake.set()
+    def _start(self, flight: Flight) -> None:
+        self._circuits.sent(flight)
+        self._flights.start(flight)
 
     def _tick(self) -> None:
         active: list[RunView] = []
@@ -160,31 +160,25 @@ class Dispatcher:
             else:
                 self._spreader.forget(view.spec.run)
         sites = self._bus.sites.registered()
-        resting = self._resting({site.site for site in sites})
+        self._circuits.look(sites)
         self._turn += 1
         for index in range(len(active)):
             # Each tick begins with another run, so that none is starved.
             view = active[(index + self._turn) % len(active)]
             with self._runs.isolated(view):
-                self._serve(view, sites, resting)
+                self._serve(view, sites)
 
-    def _serve(self, view: RunView, sites: Sequence[Site], resting: frozenset[str]) -> None:
+    def _serve(self, view: RunView, sites: Sequence[Site]) -> None:
         problems = {site.site: site.unfit_for(view.spec, view.identity) for site in sites}
         fit = [site for site in sites if not problems[site.site]]
         with self._catalog.reading(view.spec) as inputs:
             if self._spreader.feed(view, inputs):
                 self._wake.set()
-            self._spreader.spread(view, inputs, fit, resting)
-        what = ""
+            self._spreader.spread(view, inputs, fit)
         if not sites:
             what = "no engine is registered: is a watcher running, and did its canary match?"
         elif not fit:
             what = "; ".join(f"engine {site.url}: {problems[site.site]}" for site in sites)
+        else:
+            what = self._circuits.waiting(fit)
         self._runs.say_waiting(view, what)
-
-    def _resting(self, registered: set[str]) -> frozenset[str]:
-        """Sites that get nothing for a moment; those that are registered no more are forgotten."""
-        for name in set(self._rest_until) - registered:
-            del self._rest_until[name]
-        now = time.monotonic()
-        return frozenset(name for name, until in self._rest_until.copy().items() if until > now)

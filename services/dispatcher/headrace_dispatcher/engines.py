@@ -11,10 +11,11 @@ import requests
 from headrace.generate import HEADERS, Answer, encode_body, read_answer
 
 CONNECT_SECONDS = 5.0
+PROBE_SECONDS = 20.0  # after which SGLang gives its own forward up
 
 
 class EngineClient:
-    """`/generate` and `/abort_request`, for any number of threads."""
+    """`/generate`, `/abort_request` and `/health_generate`, for any number of threads."""
 
     def __init__(self, timeout: float) -> None:
         """Wait at most `timeout` seconds for an answer."""
@@ -45,6 +46,18 @@ class EngineClient:
                 session.post(f"{url}/abort_request", json={"rid": request}, timeout=CONNECT_SECONDS)
         except requests.RequestException:
             pass
+
+    def probe(self, url: str) -> str:
+        """Have the engine compute something that is no sample. Returns what is wrong, or nothing if it did."""
+        limit = min(PROBE_SECONDS, self._timeout)
+        try:
+            with self._session() as session:
+                response = session.get(f"{url}/health_generate", timeout=(CONNECT_SECONDS, limit))
+        except requests.exceptions.ReadTimeout:
+            return f"a probe without an answer in {limit:g} s"
+        except requests.RequestException as error:
+            return f"a probe that failed ({type(error).__name__})"
+        return "" if response.status_code == 200 else f"a probe that brought http_{response.status_code}"
 
     @contextmanager
     def _session(self) -> Iterator[requests.Session]:

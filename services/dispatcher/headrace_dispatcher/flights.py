@@ -28,6 +28,7 @@ class Flight:
 
     request: RequestId
     site: str
+    boot: str
     url: str
     token_ids: Sequence[int]
 
@@ -39,12 +40,17 @@ class Flights:
         self,
         bus: Bus,
         client: EngineClient,
-        on_end: Callable[[Flight, Answer], None],
+        on_answer: Callable[[Flight, Answer], None],
+        on_end: Callable[[], None],
         on_crash: Callable[[BaseException], None],
     ) -> None:
-        """`on_end` is told of each answer, after it was reported to the bus; `on_crash` of what must not happen."""
+        """`on_answer` is told of each answer before the bus is, `on_end` after it, `on_crash` of what must not happen.
+
+        Once the bus knows, the sample may be claimed again.
+        """
         self._bus = bus
         self._client = client
+        self._on_answer = on_answer
         self._on_end = on_end
         self._on_crash = on_crash
         self._lock = threading.Lock()
@@ -96,18 +102,18 @@ class Flights:
 
     def _fly(self, flight: Flight) -> None:
         began = time.monotonic()
-        answer = Answer(outcome="unavailable", reason="internal")
         try:
             answer = self._client.generate(flight.url, str(flight.request), flight.token_ids)
             metrics.STAGE_SECONDS.labels("request").observe(time.monotonic() - began)
             metrics.REQUESTS.labels(flight.request.run, answer.outcome).inc()
+            self._on_answer(flight, answer)
             self._report(flight, answer)
         except BaseException as error:  # noqa: BLE001 - the main thread raises it: half a process must not live on
             self._on_crash(error)
         finally:  # whatever happened, the lease is renewed no more
             with self._lock:
                 self._live.pop(str(flight.request), None)
-            self._on_end(flight, answer)
+            self._on_end()
 
     def _report(self, flight: Flight, answer: Answer) -> bool:
         name = str(flight.request)
@@ -116,7 +122,11 @@ class Flights:
                 self._bus.requests.answered(flight.request.run, name)
             else:
                 outcome = self._bus.requests.end(
-                    flight.request, burn=answer.burns, kind=_kind(answer), reason=answer.reason
+                    flight.request,
+                    burn=answer.burns,
+                    kind=_kind(answer),
+                    reason=answer.reason,
+                    unless_captured=True,  # the dump may be there although its answer was lost on the way
                 )
                 log.warning("attempt ended", request=name, reason=answer.reason, detail=answer.detail, outcome=outcome)
         except RedisAway as error:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.errors import Conflict, UsageError
+from headrace.formats import FormatNeeds
 from headrace.manifest import INPUTS_FOLDER, SPEC_FILE
 from headrace.runs import RunSpec
 from headrace_dispatcher.checkpoint import Checkpoint, checkpoint_digest, read_checkpoint
@@ -52,14 +53,14 @@ def prepare(
     end: int | None = None,
     limit: int | None = None,
     resolve_model: Callable[[str], Path | None],
-    known_formats: Mapping[str, Collection[str]],
+    known_formats: Mapping[str, FormatNeeds],
     progress: Progress | None = None,
 ) -> Prepared:
     """Normalise the samples `start` up to, without, `end` of all data files in their order, at most `limit`.
 
     Inputs that are there already and of the same extraction are used as they are. `resolve_model` maps a known
-    model's word to its folder, else to None; `known_formats` has for each format the final states that it can be made
-    from; `progress` is called with samples done and in all. Memory is one sample, however many there are.
+    model's word to its folder, else to None; `known_formats` has for each format what it is made from; `progress` is
+    called with samples done and in all. Memory is one sample, however many there are.
 
     Raises:
         UsageError: the data, the model, the format or the output folder cannot be used, no sample can, or a data

@@ -18,6 +18,7 @@ from headrace.messages import Record, RecordJob
 from headrace_dispatcher.catalog import Catalog
 from headrace_dispatcher.inputs import Inputs, Sample
 from headrace_dispatcher.isolation import Isolation
+from headrace_dispatcher.mismatches import MismatchLimit
 from headrace_dispatcher.patience import Patience
 from headrace_dispatcher.rebuild import rebuild
 
@@ -30,11 +31,14 @@ _SPARE = 1 << 20  # bytes that must be free beyond two rows before a full destin
 class Reaper:
     """One pass looks at every run and site; passes of several dispatchers do no harm to each other."""
 
-    def __init__(self, bus: Bus, catalog: Catalog, patience: Patience, rebuild_after: float = 30.0) -> None:
+    def __init__(
+        self, bus: Bus, catalog: Catalog, patience: Patience, limit: MismatchLimit, rebuild_after: float = 30.0
+    ) -> None:
         """Work over this bus. A run that is `rebuilding` for so many seconds was left behind by who began it."""
         self._bus = bus
         self._catalog = catalog
         self._patience = patience
+        self._limit = limit
         self._rebuild_after = rebuild_after
         self._runs = Isolation(bus)
         self._server = ""
@@ -65,11 +69,13 @@ class Reaper:
                 self._run(view)
             if view.state not in ("finished", "cancelled"):
                 metrics.QUEUE_DEPTH.labels(f"pending-{run}").set(view.pending)
+                metrics.RUN_PAUSED.labels(run).set(int(view.state == "paused"))
                 shown.add(run)
             if view.state == "rebuilding":
                 rebuilding[run] = self._rebuilding.get(run, time.monotonic())
         for run in self._shown - shown:
             metrics.QUEUE_DEPTH.remove(f"pending-{run}")
+            metrics.RUN_PAUSED.remove(run)
         self._shown, self._rebuilding = shown, rebuilding
         for site in self._bus.sites.names():
             self._site(site)
@@ -103,6 +109,7 @@ class Reaper:
             self._rebuild(view)
         ended, records = self._bus.requests.reap_run(run, self._patience.lapsed_before)
         for entry in ended:
+            metrics.LAPSES.labels(run, entry.reason).inc()
             log.warning("attempt lapsed", request=entry.request, outcome=entry.outcome, reason=entry.reason)
         if records:
             self._record(view, records)
@@ -111,6 +118,15 @@ class Reaper:
             self._bus.runs.activate(run, paused_for=DESTINATION_FULL)
         if view.state == "active":
             self._bus.runs.mark_rate(run)
+            self._watch_verdicts(view)
+
+    def _watch_verdicts(self, view: RunView) -> None:
+        run = view.spec.run
+        reason = self._limit.passed_by(view.window)
+        if not reason:
+            self._bus.runs.mark_verdicts(run, self._limit.least)
+        elif self._bus.runs.pause_for(run, reason, view.window):
+            log.error("run paused: too many mismatches", run=run, reason=reason)
 
     def _record(self, view: RunView, records: list[Unrecorded]) -> None:
         sites = self._bus.sites.registered()
@@ -144,6 +160,7 @@ class Reaper:
     def _site(self, name: str) -> None:
         ended, jobs = self._bus.requests.reap_site(name, self._patience.lapsed_before)
         for request in ended:
+            metrics.LAPSES.labels(RequestId.parse(request).run, "dump_gone").inc()
             log.warning("captured dump is gone", request=request, site=name)
         for job in jobs:
             self._bus.jobs.queue_store(name, job)

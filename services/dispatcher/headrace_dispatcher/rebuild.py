@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from headrace.bus import Bus
 from headrace.errors import Conflict, Unavailable
 from headrace.manifest import Damage, Line, ManifestReader, read_dataset
 from headrace.runs import RunSpec
+from headrace_dispatcher.failures import Failures
 
 log = logs.get(__name__)
 
@@ -42,7 +44,25 @@ def rebuild(bus: Bus, spec: RunSpec, *, same_folder: bool = False) -> int:
             raise Conflict(f"run {spec.run!r} is another extraction in Redis ({differences}); choose another name")
         return _learn(bus, spec)
     except OSError as error:
-        raise Unavailable(f"{spec.output}: {error}; make it readable") from error
+        raise _unreadable(spec, error) from error
+
+
+def retry_failed(bus: Bus, spec: RunSpec) -> Counter[str]:
+    """Have the samples of a run that was rebuilt just now extracted again that failed.
+
+    Returns how many they are, by the reason that they failed for last, with those that are tried again already.
+
+    Raises:
+        Unavailable: the folder cannot be read now.
+    """
+    failures = Failures(spec.total)
+    try:
+        for _ in failures.noting(_lines(Path(spec.output))):
+            pass
+    except OSError as error:
+        raise _unreadable(spec, error) from error
+    failed = {line.ordinal: line for line in failures.standing()}
+    return Counter(failed[ordinal].reason for ordinal in bus.runs.reopen(spec.run, failed.values()))
 
 
 def _refuse_another_folder(bus: Bus, spec: RunSpec) -> None:
@@ -69,12 +89,23 @@ def _learn(bus: Bus, spec: RunSpec) -> int:
     if dataset is not None:
         bus.runs.set_identity(spec.run, dataset.identity)
     # Stored lines first: a sample that failed once and was stored later is stored.
-    learnt = bus.runs.mark_done(spec.run, (line for line in _lines(output) if line.status == "stored"))
-    learnt += bus.runs.mark_done(spec.run, (line for line in _lines(output) if line.status != "stored"))
+    failures = Failures(spec.total)
+    learnt = bus.runs.mark_done(spec.run, (line for line in failures.noting(_lines(output)) if line.status == "stored"))
+    # A slow writer may have stored a sample that Redis knows as failed.
+    late = set(bus.runs.reopen(spec.run, failures.overruled()))
+    if late:
+        lines = (line for line in _lines(output) if line.status == "stored" and line.ordinal in late)
+        learnt += bus.runs.mark_done(spec.run, lines)
+    learnt += bus.runs.mark_done(spec.run, (line for line in _lines(output) if line.status == "rejected"))
+    learnt += bus.runs.mark_done(spec.run, failures.standing())
     view = bus.runs.get(spec.run)
     if view is not None and view.state == "rebuilding":
         bus.runs.activate(spec.run)
     return learnt
+
+
+def _unreadable(spec: RunSpec, error: OSError) -> Unavailable:
+    return Unavailable(f"{spec.output}: {error}; make it readable")
 
 
 def _lines(output: Path) -> Iterator[Line]:

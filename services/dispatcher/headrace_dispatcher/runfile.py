@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from headrace.boundaries import check_ascending, resolve_boundaries
+from headrace.boundaries import EAGLE3, check_ascending, resolve_boundaries
 from headrace.errors import UsageError
+from headrace.formats import FormatNeeds
 from headrace.hints import did_you_mean
 from headrace.ids import check_run_name
 
@@ -78,20 +79,25 @@ class RunFile:
         known = resolve_model(self.model)
         return _absolute(self.path, "model", self.model) if known is None else known.resolve()
 
-    def check_format(self, known_formats: Mapping[str, Collection[str]]) -> str:
-        """Return the format's name; `known_formats` has for each the final states that it can be made from.
+    def check_format(self, known_formats: Mapping[str, FormatNeeds]) -> str:
+        """Return the format's name; `known_formats` has for each what it is made from.
 
         Raises:
-            UsageError: the format is not known, or cannot be made from the run's final state.
+            UsageError: the format is not known, or cannot be made from the run's final state and boundaries.
         """
-        takes = known_formats.get(self.format)
+        needs = known_formats.get(self.format)
         where = f"{self.path}: run.format = {self.format!r}"
-        if takes is None:
+        if needs is None:
             hint = did_you_mean(self.format, known_formats)
             raise UsageError(f"{where} is no known format{hint}; known are {', '.join(sorted(known_formats))}")
-        if self.final_state not in takes:
-            needs = " or ".join(map(repr, sorted(takes)))
-            raise UsageError(f"{where} is made from {needs}; set run.final_state to it, not {self.final_state!r}")
+        if self.final_state not in needs.takes:
+            takes = " or ".join(map(repr, sorted(needs.takes)))
+            raise UsageError(f"{where} is made from {takes}; set run.final_state to it, not {self.final_state!r}")
+        if needs.boundaries and self.boundaries != EAGLE3 and len(self.boundaries) != needs.boundaries:
+            raise UsageError(
+                f"{where} is made from {needs.boundaries} boundaries; give run.boundaries so many, or {EAGLE3!r}, not "
+                f"{list(self.boundaries)}"
+            )
         return self.format
 
     def resolve_boundaries(self, layers: int) -> tuple[int, ...]:

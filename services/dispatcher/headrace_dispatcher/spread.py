@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from headrace import logs
 from headrace.bus import Bus
@@ -28,10 +29,17 @@ _PAGE = 256  # pending samples that are asked for at once
 class Spreader:
     """Gives the samples of runs to sites; for one thread."""
 
-    def __init__(self, bus: Bus, settings: Settings, start: Callable[[Flight], None]) -> None:
-        """`start` posts a request that was claimed."""
+    def __init__(
+        self,
+        bus: Bus,
+        settings: Settings,
+        admits: Callable[[Site], int | None],
+        start: Callable[[Flight], None],
+    ) -> None:
+        """`admits` says how many requests a site may be sent now, `start` posts a request that was claimed."""
         self._bus = bus
         self._window = settings.window
+        self._admits = admits
         self._start = start
         # A larger site may be restarting: what fits none is rejected when it had the time to come back.
         self._nowhere = Nowhere(2 * settings.site_ttl_seconds)
@@ -46,15 +54,18 @@ class Spreader:
         reasons = ["" if isinstance(entry, Sample) else entry.reason for entry in entries]
         return self._bus.runs.feed(view.spec.run, view.cursor, reasons) is not None
 
-    def spread(self, view: RunView, inputs: Inputs, fit: Sequence[Site], resting: frozenset[str]) -> None:
-        """Claim and post what fits now at the sites that can serve the run, `fit`; `resting` ones get nothing now."""
+    def spread(self, view: RunView, inputs: Inputs, fit: Sequence[Site]) -> None:
+        """Claim and post what fits now at the sites that can serve the run, `fit`."""
         nowhere, looked = set[int](), not fit
         for site in fit:
-            if site.site in resting:
+            admitted = self._admits(site)
+            if admitted == 0:
                 continue
             free = room(site.caps, self._bus.sites.load(site))
             if free.requests == 0:
                 continue
+            if admitted is not None:
+                free = replace(free, requests=min(free.requests, admitted))
             looked = True
             others = [_limits(other) for other in fit if other is not site]
             chosen, unfit = self._choose(view, inputs, site, free, others)
@@ -125,4 +136,4 @@ def _attempt(site: Site, limits: Limits, view: RunView, sample: Sample) -> tuple
         sample=sample.sample,
         mask=sample.mask,
     )
-    return attempt, Flight(request=request, site=site.site, url=site.url, token_ids=sample.ids)
+    return attempt, Flight(request=request, site=site.site, boot=site.boot, url=site.url, token_ids=sample.ids)

@@ -75,6 +75,7 @@ class Admission:
             dtype=card.dtype,
             fingerprint=card.fingerprint,
             weight_version=card.weight_version,
+            final_norm=bool(card.norm_file),
             context_length=self._longest_prompt,
             max_requests=settings.max_requests,
             max_tokens=settings.max_tokens,

@@ -121,6 +121,7 @@ class Judge:
             elif isinstance(decision, _Proven) and decision.outcome.outcome == "captured":
                 self._captured(entry, memory, decision)
             elif isinstance(decision, _Proven) and decision.outcome.outcome == "duplicate":
+                metrics.DUPLICATES.labels(entry.request.run).inc()
                 log.info("duplicate: another request of the sample was captured")
                 self._remove(entry, memory, now)
             elif decision is not None:

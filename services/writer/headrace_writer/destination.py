@@ -58,7 +58,7 @@ def file_checksum(data: bytes | memoryview) -> str:
 
 
 class HashingFile(io.RawIOBase):
-    """A new file that only appends, and knows the checksum and size of what was written."""
+    """A new file that only appends, and knows the position, the checksum and the size of what was written."""
 
     def __init__(self, path: Path) -> None:
         """Create `path`; raises FileExistsError."""
@@ -71,6 +71,10 @@ class HashingFile(io.RawIOBase):
     def writable(self) -> bool:
         """It is."""
         return True
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self._size
 
     def write(self, data: Any) -> int:
         """Write all of a bytes-like object, in chunks."""
@@ -145,7 +149,8 @@ class Destination:
         """
         final = self.folder / relative
         self._count += 1
-        temporary = self._scratch / f"{self._count}-{final.name}"
+        # Trainers look for rows by their suffix, in every folder below the one that they are given.
+        temporary = self._scratch / f"{self._count}-{final.name}.part"
         with guard(self.folder):
             self._make_lasting(final.parent)
             try:
@@ -186,9 +191,9 @@ class Destination:
                 return
             self._make_lasting(self.folder / QUARANTINE_FOLDER)
             self._count += 1
-            kept = self.folder / QUARANTINE_FOLDER / f"{self.writer}-{self._count}-{place.name}"
+            kept = self.folder / QUARANTINE_FOLDER / f"{self.writer}-{self._count}-{place.name}.bad"
             place.rename(kept)
-            kept.with_name(kept.name + ".json").write_bytes(orjson.dumps({**note, "path": str(relative)}) + b"\n")
+            kept.with_suffix(".json").write_bytes(orjson.dumps({**note, "path": str(relative)}) + b"\n")
             fsync_folder(kept.parent)
             fsync_folder(place.parent)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from headrace.dumpfolder import read_dump
 from headrace.errors import Unavailable, Unreadable, UsageError
+from headrace.formats import FORMATS
 from headrace.ids import RequestId
 from headrace.manifest import Line
 from headrace.masks import mask_length
@@ -20,12 +22,15 @@ from headrace.verdicts import Reason, Refusal, Requirement, judge
 from headrace_writer import formats
 from headrace_writer.dataset import ensure_dataset, find_dataset
 from headrace_writer.destination import Destination, guard
+from headrace_writer.formats.base import NotFinite
 from headrace_writer.manifest import ManifestIndex, ManifestWriter
+from headrace_writer.norm import NormKeeper, require_torch
 from headrace_writer.rows import Due, StoredRow, adopt_row, publish_row
 from headrace_writer.source import open_source
 
 PROOF_BY_IDS = "ids"
 _ROUNDS = 5
+_AT = "%Y-%m-%dT%H:%M:%SZ"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +68,16 @@ class Store:
 
         Raises:
             Conflict: the folder holds another extraction, or a living process has this writer's name.
-            UsageError: the run's format is unknown.
+            UsageError: the run's format is unknown, or takes what is not installed.
             Unreadable: `headrace.json` is damaged.
             DestinationFull, Unavailable: the folder cannot be used now.
         """
         self._form = formats.get(spec.format)
+        require_torch(spec)
         self._spec = spec
         find_dataset(folder, spec)
         self._destination = Destination(folder, writer)
+        self._norm = NormKeeper(self._destination, spec)
         self._manifest = ManifestWriter(folder, writer)
         self._index = ManifestIndex(folder, spec.total) if index is None else index
 
@@ -91,6 +98,7 @@ class Store:
             UsageError: the job is not one of this run.
             Conflict, Unreadable: the folder holds another extraction, or a damaged `headrace.json`.
             DestinationFull, Unavailable: the folder cannot be used now; the same call goes on later.
+            All of them: the run's final norm cannot be had, see `NormKeeper.find`.
         """
         self._check(job)
         find_dataset(self._destination.folder, self._spec)
@@ -114,10 +122,12 @@ class Store:
     def record(self, records: Sequence[Record], at: datetime) -> list[Line]:
         """Append the lines of rejected and failed samples that have none yet.
 
-        A failed sample whose row is there is stored: its writer died before the line, and its dump was lost after.
+        A failed sample whose row is there is stored: its writer died before the line, and its dump was lost after. One
+        that was tried again and failed with another request gets another line.
 
         Returns:
-            The line that now holds for each sample, once; a stored row's wins over the others.
+            The line that now holds for each sample, once: a stored row's wins over a rejected sample's, and that over
+            a failed one's.
 
         Raises:
             UsageError: an ordinal or a request is not one of this run.
@@ -192,8 +202,12 @@ class Store:
             row = self._adopt(due, None)
             if isinstance(row, StoredRow):
                 return self._line(due, row, at)
-        known = [line for line in found if line.status == "stored"] or found
-        return known[-1] if known else self._line_without_row(entry, at)
+        for status in ("stored", "rejected"):
+            known = [line for line in found if line.status == status]
+            if known:
+                return known[-1]
+        same = [line for line in found if (line.status, line.request) == (entry.status, entry.request)]
+        return same[-1] if same else self._line_without_row(entry, _after(found, at))
 
     def _from_row(self, job: StoreJob) -> StoredRow | Refused | None:
         return self._adopt(_due(job), Identity(engine=job.engine, weight_version=job.weight_version))
@@ -209,7 +223,9 @@ class Store:
         identity = self._identity(first)
         if identity is None:
             return None
-        row = adopt_row(self._destination, self._form, due, Requirement.of(self._spec, identity))
+        final_state = FORMATS[self._spec.format].stored(self._spec.final_state)
+        requirement = replace(Requirement.of(self._spec, identity), final_state=final_state)
+        row = adopt_row(self._destination, self._form, due, requirement)
         if row is None:
             return None
         dataset = ensure_dataset(self._destination, self._spec, identity)
@@ -233,14 +249,26 @@ class Store:
         dataset = ensure_dataset(self._destination, self._spec, verdict.identity)
         if isinstance(dataset, Refusal):
             return Refused(refusal=dataset)
-        return publish_row(self._destination, self._form, source)
+        norm = self._norm.find(dump_path.parent, verdict.identity)
+        try:
+            return publish_row(self._destination, self._form, replace(source, norm=norm))
+        except NotFinite as error:
+            return Refused(refusal=Refusal(reason=Reason.NOT_FINITE, detail=str(error)))
 
     def _identity(self, first: Identity | None) -> Identity | None:
         dataset = find_dataset(self._destination.folder, self._spec)
         return first if dataset is None else dataset.identity
 
     def _append(self, due: Due, row: StoredRow, at: datetime) -> Line:
+        """Append the row's line, unless an equal one is there."""
+        # A writer that stood still for longer than its lease was overtaken by another one, line and all.
         line = self._line(due, row, at)
+        self._index.refresh()
+        if self._index.status(line.ordinal) == "stored":
+            for known in self._index.find(line.ordinal):
+                if replace(known, at=line.at) == line:
+                    self._index.make_last()
+                    return known
         self._manifest.append(line)
         return line
 
@@ -286,5 +314,13 @@ def finish(dump_path: Path) -> None:
     dump_path.unlink(missing_ok=True)
 
 
+def _after(lines: Sequence[Line], at: datetime) -> datetime:
+    """The time for a sample's next line: later than its others, whose writers' clocks may be ahead of this one."""
+    for line in lines:
+        with suppress(ValueError, OverflowError):
+            at = max(at, datetime.strptime(line.at, _AT).replace(tzinfo=UTC) + timedelta(seconds=1))
+    return at
+
+
 def _seconds(at: datetime) -> str:
-    return at.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return at.astimezone(UTC).strftime(_AT)

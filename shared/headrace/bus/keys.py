@@ -36,6 +36,11 @@ def done(name: str) -> str:
     return f"hr:run:{name}:done"
 
 
+def failed(name: str) -> str:
+    """Bitmap: by ordinal, whether the sample's last end was a failure; one that is not done was reopened since."""
+    return f"hr:run:{name}:failed"
+
+
 def dead(name: str) -> str:
     """Stream, capped: request id, attempt, reason of each burnt attempt."""
     return f"hr:run:{name}:dead"
@@ -86,6 +91,7 @@ WITHOUT_TTL = {
     "hr:run:*:inflight": "leases; the reaper empties it",
     "hr:run:*:recording": "leases; emptied as lines are written",
     "hr:run:*:done": "as its run",
+    "hr:run:*:failed": "as its run",
     "hr:run:*:dead": "capped, and as its run",
     "hr:site:*:credits": "records with an end; the reaper empties it",
     "hr:site:*:captured": "leases; the reaper empties it",

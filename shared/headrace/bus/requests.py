@@ -54,12 +54,15 @@ class Requests:
         """The engine answered: the dump must come within the grace time."""
         self._lease(run, [request], self.leases.grace, answered=True)
 
-    def end(self, request: RequestId, *, burn: bool, kind: AttemptKind, reason: str) -> str:
+    def end(
+        self, request: RequestId, *, burn: bool, kind: AttemptKind, reason: str, unless_captured: bool = False
+    ) -> str:
         """End an attempt that brought no row; one whose dump was captured burns in any case.
 
-        Returns pending, failed, stale or unknown. A mismatch counts also when the attempt had ended before.
+        With `unless_captured` that one goes on, and nothing counts: for who only knows what the engine answered.
+        Returns pending, failed, captured, stale or unknown. A mismatch counts also when the attempt had ended before.
         """
-        arguments = (request.run, str(request), request.ordinal, int(burn), kind, reason)
+        arguments = (request.run, str(request), request.ordinal, int(burn), kind, reason, int(unless_captured))
         answer: bytes = self._bus.call("end_attempt", *arguments)
         return answer.decode()
 

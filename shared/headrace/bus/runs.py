@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
+import orjson
+
 from headrace.bus import keys
 from headrace.bus.client import text
-from headrace.bus.values import RunState, RunView
+from headrace.bus.values import RunState, RunView, Window
 from headrace.manifest import Line
+from headrace.reasons import MISMATCHES
 from headrace.runs import Identity, RunSpec
 
 if TYPE_CHECKING:
@@ -73,7 +76,10 @@ class Runs:
             pipe.execute()
 
     def activate(self, name: str, *, paused_for: str = "") -> RunState | None:
-        """Leave `rebuilding`, or go on after a pause; with `paused_for`, only where that is the pause's reason."""
+        """Leave `rebuilding`, or go on after a pause, with a new window of verdicts.
+
+        With `paused_for`, only where that is the pause's reason, and the window goes on as well.
+        """
         return self._set(name, "active", "", "rebuilding", "paused", only=paused_for)
 
     def pause(self, name: str, reason: str, *, by_hand: bool = False) -> RunState | None:
@@ -82,6 +88,10 @@ class Runs:
         A pause by hand takes the place of another one, which might end by itself; no other pause does.
         """
         return self._set(name, "paused", reason, "active", *(("paused",) if by_hand else ()))
+
+    def pause_for(self, name: str, reason: str, window: Window) -> bool:
+        """Pause an active run for what the verdicts of this window came to; False when it has another window by now."""
+        return bool(self._bus.call("pause_window", name, reason, window.since))
 
     def cancel(self, name: str) -> RunState | None:
         """Stop for good, until the run is submitted again. Returns the state that holds now."""
@@ -103,16 +113,31 @@ class Runs:
             return [int(ordinal) for ordinal in self._bus.redis.lrange(keys.pending(name), skip, skip + most - 1)]
 
     def mark_done(self, name: str, lines: Iterable[Line]) -> int:
-        """Mark samples done by their manifest lines; one that is done already is not counted twice."""
+        """Mark samples done by their manifest lines; one that is done already is not counted twice.
+
+        A sample that was reopened is not closed by the line of its earlier failure.
+        """
         new, batch = 0, list[str | int]()
         for line in lines:
-            batch += (line.ordinal, line.status, line.tokens, line.bytes, line.reason)
-            if len(batch) >= 5 * _MARK_BATCH:
+            batch += (line.ordinal, line.status, line.tokens, line.bytes, line.reason, line.request)
+            if len(batch) >= 6 * _MARK_BATCH:
                 new += self._bus.call("mark_done", name, *batch)
                 batch.clear()
         if batch:
             new += self._bus.call("mark_done", name, *batch)
         return new
+
+    def reopen(self, name: str, lines: Iterable[Line]) -> list[int]:
+        """Extract samples again that are done by a failure, `lines` their failed lines; a finished run is active again.
+
+        Returns the ordinals of those that are open after a failure, also if they were reopened before.
+        """
+        wanted = [(line.ordinal, line.reason) for line in lines]
+        reopened = list[int]()
+        for at in range(0, len(wanted), _MARK_BATCH):
+            batch = [value for pair in wanted[at : at + _MARK_BATCH] for value in pair]
+            reopened += self._bus.call("reopen", name, *batch)
+        return reopened
 
     def say_waiting(self, name: str, what: str) -> None:
         """Say, for `status`, what the run waits for; empty when for nothing."""
@@ -123,6 +148,13 @@ class Runs:
     def mark_rate(self, name: str) -> None:
         """Note what is stored now, for a rate over the next while; the reaper calls it with each pass."""
         self._bus.call("mark_rate", name, _RATE_MS)
+
+    def mark_verdicts(self, name: str, least: int) -> None:
+        """Have the window begin later once `least` verdicts came since it could; the reaper calls it with each pass.
+
+        So a window has `least` to twice as many verdicts, and those that come between two passes.
+        """
+        self._bus.call("mark_verdicts", name, least)
 
     def dead(self, name: str, most: int = 100) -> list[tuple[str, int, str]]:
         """The latest burnt attempts: request id, attempt, reason."""
@@ -149,6 +181,7 @@ def _view(table: dict[str, bytes], pending: int, in_flight: int, fed: int) -> Ru
         found = {name.removeprefix(prefix): int(value) for name, value in table.items() if name.startswith(prefix)}
         return dict(sorted(found.items()))
 
+    reasons = counts("reason:")
     state: Any = text("state")
     engine = table.get("engine")
     finished = table.get("finished_at")
@@ -164,7 +197,7 @@ def _view(table: dict[str, bytes], pending: int, in_flight: int, fed: int) -> Ru
         bytes=number("bytes"),
         verdicts=number("verdicts"),
         mismatches=number("mismatches"),
-        reasons=counts("reason:"),
+        reasons=reasons,
         rejected_by=counts("rejected:"),
         failed_by=counts("failed:"),
         identity=Identity(engine=engine.decode(), weight_version=text("weight_version")) if engine else None,
@@ -177,4 +210,17 @@ def _view(table: dict[str, bytes], pending: int, in_flight: int, fed: int) -> Ru
         rate_since=number("rate_since") / 1000,
         rate_rows=number("rate_rows"),
         rate_tokens=number("rate_tokens"),
+        window=_window(table.get("window", b"{}"), number("verdicts"), number("mismatches"), reasons),
+    )
+
+
+def _window(note: bytes, verdicts: int, mismatches: int, reasons: Mapping[str, int]) -> Window:
+    noted: dict[str, int] = orjson.loads(note)
+    since = noted.get("verdicts", 0)
+    newer = {reason: reasons.get(reason, 0) - noted.get(f"reason:{reason}", 0) for reason in sorted(MISMATCHES)}
+    return Window(
+        since=since,
+        verdicts=verdicts - since,
+        mismatches=mismatches - noted.get("mismatches", 0),
+        reasons={str(reason): count for reason, count in newer.items() if count},
     )

@@ -27,7 +27,7 @@ class Sites:
         """Register, or renew, for `ttl` seconds, with the folder's size as measured just now."""
         fields: list[str | int | bytes] = []
         for name, value in asdict(site).items():
-            fields += (name, orjson.dumps(value) if name == "boundaries" else value)
+            fields += (name, orjson.dumps(value) if isinstance(value, tuple | bool) else value)
         self._bus.call("register", site.site, round(ttl * 1000), *fields)
 
     def unregister(self, site: str) -> None:
@@ -91,6 +91,7 @@ def _site(table: dict[str, bytes]) -> Site:
         dtype=table["dtype"].decode(),
         fingerprint=table["fingerprint"].decode(),
         weight_version=table["weight_version"].decode(),
+        final_norm=orjson.loads(table["final_norm"]),
         context_length=int(table["context_length"]),
         max_requests=int(table["max_requests"]),
         max_tokens=int(table["max_tokens"]),

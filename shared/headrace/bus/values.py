@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headrace.flow import Caps
+from headrace.formats import FORMATS
 from headrace.runs import Identity, RunSpec
 from headrace.tensorfile import ITEM_SIZE
 from headrace.verdicts import changed_identity
@@ -15,6 +16,25 @@ RunState = Literal["rebuilding", "active", "paused", "cancelled", "finished"]
 AttemptKind = Literal["mismatch", "loss", "error"]
 DESTINATION_FULL = "destination full"
 _AS_IT_WAS = "bring the engine back as it was, or start another run with a name and an output of its own"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """Rows and tokens that were stored per second of late, and the seconds left at that rate."""
+
+    rows_per_second: float
+    tokens_per_second: float
+    seconds_left: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The latest verdicts of a run, those after its first `since`: how many were mismatches, and of which reasons."""
+
+    since: int
+    verdicts: int
+    mismatches: int
+    reasons: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +70,23 @@ class RunView:
     rate_since: float
     rate_rows: int
     rate_tokens: int
+    window: Window
 
     @property
     def open(self) -> int:
         """Samples that have no manifest line yet."""
         return self.spec.total - self.stored - self.rejected - self.failed
+
+    def rate(self, now: float) -> Rate | None:
+        """How fast rows were stored of late, `now` in seconds of Redis TIME; None where none was, or the run rests."""
+        seconds = now - self.rate_since if self.rate_since else 0.0
+        rows = self.stored - self.rate_rows
+        if seconds < 1 or rows <= 0 or self.state != "active":
+            return None
+        tokens = self.tokens - self.rate_tokens
+        return Rate(
+            rows_per_second=rows / seconds, tokens_per_second=tokens / seconds, seconds_left=self.open * seconds / rows
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +118,10 @@ class CaptureOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """A registration: one dump folder with its watcher, and the engine that fills it."""
+    """A registration: one dump folder with its watcher, and the engine that fills it.
+
+    `final_norm` says whether the engine publishes its final norm.
+    """
 
     site: str
     url: str
@@ -99,6 +134,7 @@ class Site:
     dtype: str
     fingerprint: str
     weight_version: str
+    final_norm: bool
     context_length: int
     max_requests: int
     max_tokens: int
@@ -124,6 +160,12 @@ class Site:
             ("hidden size", self.hidden_size, spec.hidden_size),
         )
         problems = [f"{name} {has!r}, the run needs {needs!r}" for name, has, needs in pairs if has != needs]
+        form = FORMATS.get(spec.format)
+        if not self.final_norm and form is not None and form.needs_norm(spec.final_state):
+            problems.append(
+                f"publishes no final norm, which format {spec.format!r} needs with {spec.final_state!r}; "
+                f"capture {form.stores!r} instead"
+            )
         mine = Identity(engine=self.fingerprint, weight_version=self.weight_version)
         if not problems and (changed := changed_identity(mine, identity)) is not None:
             problems.append(f"{changed.detail}; {_AS_IT_WAS}")

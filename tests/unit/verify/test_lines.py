@@ -100,6 +100,19 @@ def test_a_sample_that_failed_and_was_stored_later_is_stored(dataset: Path) -> N
     assert counted(report) == (TOTAL, TOTAL - 2, 1, 1, 0)
 
 
+@pytest.mark.parametrize(("last", "rejected"), [("failed", 1), ("rejected", 2)])
+def test_a_sample_that_was_tried_again_may_fail_again_or_be_rejected(dataset: Path, last: str, rejected: int) -> None:
+    def add(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        (line,) = (line for line in lines if line["ordinal"] == FAILED)
+        again = [{"reason": "timeout"}, {"reason": "not_finite", "at": "2026-07-24T00:00:00Z"}, {"status": last}]
+        return [*lines, *(line | changes for changes in again)]
+
+    edit_lines(dataset, add)
+    report = check(dataset)
+    assert report.ok, report.problems
+    assert counted(report) == (TOTAL, TOTAL - 2, rejected, 2 - rejected, 0)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -19,7 +19,7 @@ from headrace_cli.verify.books import Books
 from headrace_cli.verify.head import Head
 from headrace_cli.verify.problems import Findings
 from headrace_cli.verify.semantic import NextTokens, at_most
-from tests.support.datasets import HIDDEN, LENGTHS, Alter, Array, Recipe, States, build, compute_states, make_spec
+from tests.support.datasets import HIDDEN, LENGTHS, Alter, Array, Recipe, States, build, compute_states
 from tests.support.tiny_models import tiny_llama
 
 RIGHT_PART = 0.45
@@ -54,7 +54,7 @@ def rank(folder: Path, model: Path) -> tuple[Ranks | None, Findings]:
     """Rank every row's next tokens, without recomputing."""
     findings = Findings()
     books = Books.open(folder, findings)
-    next_tokens = NextTokens(Head(model, books.spec), books, findings)
+    next_tokens = NextTokens(Head(model, HIDDEN, books.final_state), books, findings)
     next_tokens.run(range(len(EQUAL)), lambda: None)
     result = next_tokens.finish(1.0)
     books.close()
@@ -142,7 +142,7 @@ def test_an_untrained_tied_head_ranks_the_token_itself_and_that_is_no_shift(tmp_
     model = tie(tiny_llama(tmp_path / "model", layers=8), 20.0)
     states = compute_states(model, EQUAL)
     _, findings = rank(build(tmp_path, model, states), model)
-    first = Head(model, make_spec(tmp_path, model, Recipe())).first(torch.from_numpy(states.pre_norm[0]))
+    first = Head(model, HIDDEN, "pre_norm").first(torch.from_numpy(states.pre_norm[0]))
     assert (first.numpy() == np.array(states.token_ids[0])).mean() > 0.3
     assert not findings.problems
     assert len(findings.notes) == 1
@@ -174,7 +174,7 @@ def test_the_head_ranks_as_the_model_does(tmp_path: Path, final_state: str, dtyp
     if tied:
         tie(model, 1.0)
     states = compute_states(model, (50, 1100))
-    head = Head(model, make_spec(tmp_path, model, Recipe(final_state=final_state)))
+    head = Head(model, HIDDEN, final_state)
     assert head.tied == tied
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     for index, token_ids in enumerate(states.token_ids):
@@ -191,31 +191,29 @@ def test_a_head_in_one_of_several_files_is_found(tmp_path: Path) -> None:
     (model / "model.safetensors").unlink()
     for name, part in parts.items():
         save_file(part, model / f"model-{name:05d}.safetensors")
-    assert not Head(model, make_spec(tmp_path, model, Recipe())).tied
+    assert not Head(model, HIDDEN, "pre_norm").tied
 
 
 @pytest.mark.parametrize(
-    ("spec", "config", "said"),
+    ("width", "config", "said"),
     [
-        ({"hidden_size": 2 * HIDDEN}, {}, "no lm_head of width 128"),
-        ({}, {"rms_norm_eps": None}, "no final RMSNorm"),
+        (2 * HIDDEN, {}, "no lm_head of width 128"),
+        (HIDDEN, {"rms_norm_eps": None}, "no final RMSNorm"),
     ],
 )
-def test_a_head_that_cannot_be_used_is_named(
-    tmp_path: Path, spec: dict[str, int], config: dict[str, object], said: str
-) -> None:
+def test_a_head_that_cannot_be_used_is_named(tmp_path: Path, width: int, config: dict[str, object], said: str) -> None:
     model = tiny_llama(tmp_path / "model")
     table = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(table | config))
     with pytest.raises(UsageError, match=said):
-        Head(model, make_spec(tmp_path, model, Recipe(spec=spec)))
+        Head(model, width, "pre_norm")
 
 
 def test_a_checkpoint_without_weights_is_named(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "model")
     (model / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(UsageError, match="the head cannot be read"):
-        Head(model, make_spec(tmp_path, model, Recipe()))
+        Head(model, HIDDEN, "pre_norm")
 
 
 @pytest.mark.parametrize(("hits", "places", "rate"), [(0, 10, 0.5), (3, 10, 0.25), (10, 10, 0.9), (12, 400, 0.05)])

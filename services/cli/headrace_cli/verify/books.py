@@ -11,7 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from headrace.dumpfolder import read_norm
 from headrace.errors import Unavailable, Unreadable, UsageError
+from headrace.finalnorm import NORM_FILE
+from headrace.formats import FORMATS
 from headrace.ids import digest_ids
 from headrace.manifest import (
     DATASET_FILE,
@@ -57,7 +60,7 @@ class Entry:
 class Books:
     """What a dataset says of itself, in 13 bytes per sample; lines are read again when needed.
 
-    A second, different line of a sample costs some hundred bytes more.
+    A second, different line of a sample costs some hundred bytes more. `final_state` is that of the rows.
 
     Segments are read here and not by `ManifestReader`, which tells no line's place.
     """
@@ -71,6 +74,7 @@ class Books:
         self.identity = identity
         self.inputs = inputs
         self.form = formats.get(spec.format)
+        self.final_state = FORMATS[spec.format].stored(spec.final_state)
         self._findings = findings
         self._bits = bytearray(spec.total)
         self._segments: list[str] = []
@@ -107,6 +111,7 @@ class Books:
             books._find_rows()
             books._read_manifest()
             books._judge_lines()
+            books._check_norm()
             if dataset is None and not findings.counts[Kind.DATASET]:
                 books._judge_absent_dataset()
         except BaseException:
@@ -256,14 +261,26 @@ class Books:
                 absent += 1
                 if len(missing) < _NAMED_OPEN:
                     missing.append(ordinal)
-            # A sample that failed may be stored later; no other two can both be true.
-            if bits & _BIT["rejected"] and bits & (_BIT["stored"] | _BIT["failed"]):
+            # A sample that failed is tried again, and may be stored, or rejected, or fail again.
+            if bits & _BIT["rejected"] and bits & _BIT["stored"]:
                 entries = self.entries(ordinal)
                 both = " and ".join(f"{entry.line.status} ({entry.where})" for entry in entries)
                 self._findings.add(Kind.CONTRADICTION, entries[0].where, f"its lines say {both}", ordinal)
         if absent:
             more = ", ..." if absent > len(missing) else ""
             self._findings.note(f"{absent} samples have no line yet: {', '.join(map(str, missing))}{more}")
+
+    def _check_norm(self) -> None:
+        try:
+            norm = read_norm(self.folder / NORM_FILE)
+        except FileNotFoundError:
+            return  # not every engine publishes one, and rows of most formats are made without
+        except Unreadable as error:
+            self._findings.add(Kind.DATASET, NORM_FILE, str(error))
+            return
+        if norm.hidden_size != self.spec.hidden_size:
+            detail = f"a weight of width {norm.hidden_size}, the run has {self.spec.hidden_size}"
+            self._findings.add(Kind.DATASET, NORM_FILE, detail)
 
     def _judge_absent_dataset(self) -> None:
         if any(bits & (_ROW | _BIT["stored"]) for bits in self._bits):

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from headrace.dumps import PRE_NORM
 from headrace.errors import UsageError
-from headrace.runs import RunSpec
 
 # Tokens and rows of the head that are multiplied at once: logits of 32 MiB.
 _TOKENS, _VOCABULARY = 1024, 8192
@@ -27,11 +26,11 @@ _ONE_PLUS = ("gemma", "recurrent_gemma", "vaultgemma", "qwen3_next", "qwen3_5")
 class Head:
     """Ranks tokens from final states: lm_head(RMSNorm(x)) for states before the norm, lm_head(x) for those after."""
 
-    def __init__(self, folder: Path, spec: RunSpec) -> None:
-        """Read the head of a checkpoint.
+    def __init__(self, folder: Path, hidden_size: int, final_state: str) -> None:
+        """Read the head of a checkpoint, for rows that hold this final state.
 
         Raises:
-            UsageError: it is not there, of another width than the run's, or behind a norm that is not RMSNorm.
+            UsageError: it is not there, of another width than the rows', or behind a norm that is not RMSNorm.
         """
         try:
             config = json.loads((folder / "config.json").read_bytes())
@@ -40,15 +39,15 @@ class Head:
             head = _find(folder, _HEAD)
             if head is None:
                 head, self.tied = _find(folder, _EMBEDDING), True
-            norm = _find(folder, _NORM) if spec.final_state == PRE_NORM else None
+            norm = _find(folder, _NORM) if final_state == PRE_NORM else None
         except (OSError, ValueError, AttributeError, SafetensorError) as error:
             raise _unusable(folder, f"{type(error).__name__}: {error}") from error
-        if head is None or head.shape[1:] != (spec.hidden_size,):
-            raise _unusable(folder, f"no lm_head of width {spec.hidden_size} in its safetensors files")
+        if head is None or head.shape[1:] != (hidden_size,):
+            raise _unusable(folder, f"no lm_head of width {hidden_size} in its safetensors files")
         self._head = head
         self._norm: tuple[Tensor, float] | None = None
-        if spec.final_state == PRE_NORM:
-            self._norm = _rms_norm(folder, config, norm, spec)
+        if final_state == PRE_NORM:
+            self._norm = _rms_norm(folder, config, norm, hidden_size)
 
     @torch.inference_mode()
     def first(self, final: Tensor) -> Tensor:
@@ -80,9 +79,9 @@ def _find(folder: Path, name: re.Pattern[str]) -> Tensor | None:
     return None
 
 
-def _rms_norm(folder: Path, config: dict[str, Any], weight: Tensor | None, spec: RunSpec) -> tuple[Tensor, float]:
+def _rms_norm(folder: Path, config: dict[str, Any], weight: Tensor | None, hidden_size: int) -> tuple[Tensor, float]:
     eps = config.get("rms_norm_eps")
-    if weight is None or weight.shape != (spec.hidden_size,) or not isinstance(eps, float):
+    if weight is None or weight.shape != (hidden_size,) or not isinstance(eps, float):
         raise _unusable(folder, "no final RMSNorm weight and rms_norm_eps as Llama and Qwen models have them")
     if str(config.get("model_type")).startswith(_ONE_PLUS):
         return 1 + weight.float(), eps

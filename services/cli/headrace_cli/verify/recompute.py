@@ -84,7 +84,7 @@ class Recomputation:
         row = self._books.form.read(self._books.folder / path)
         tolerance = self._tolerance if self._tolerance is not None else TOLERANCE[row.final.info.dtype]
         aux = _tensor(row.aux).reshape(-1, len(spec.boundaries), spec.hidden_size)
-        final = self._reference.layers if spec.final_state == PRE_NORM else POST_NORM
+        final = self._reference.layers if self._books.final_state == PRE_NORM else POST_NORM
         states = [
             _State(name=f"boundary {b}", expected=b, stored=aux[:, index]) for index, b in enumerate(spec.boundaries)
         ]

@@ -191,7 +191,7 @@ def _origin_faults(books: Books, row: Row, line: Line) -> Iterator[Fault]:
         ("sample", origin.sample, line.sample),
         ("request", origin.request, line.request),
         ("boundaries", origin.boundaries, spec.boundaries),
-        ("final state", origin.final_state, spec.final_state),
+        ("final state", origin.final_state, books.final_state),
         ("model", origin.model, spec.engine_model),
     ]
     if identity is not None:

@@ -165,7 +165,7 @@ class _Verification:
             from headrace_cli.verify.head import Head
             from headrace_cli.verify.semantic import NextTokens
 
-            next_tokens = NextTokens(Head(model, books.spec), books, self._findings)
+            next_tokens = NextTokens(Head(model, books.spec.hidden_size, books.final_state), books, self._findings)
         except ModuleNotFoundError as error:
             self._not_done("next tokens not ranked", f"{error}; {_HINT}", required=False)
             return None

@@ -6,8 +6,9 @@ from headrace.errors import UsageError
 from headrace.hints import did_you_mean
 from headrace_writer.formats.base import Format
 from headrace_writer.formats.headrace import HeadraceFormat
+from headrace_writer.formats.specforge import SpecforgeFormat
 
-_FORMATS: dict[str, Format] = {form.name: form for form in (HeadraceFormat(),)}
+_FORMATS: dict[str, Format] = {form.name: form for form in (HeadraceFormat(), SpecforgeFormat())}
 
 
 def names() -> tuple[str, ...]:

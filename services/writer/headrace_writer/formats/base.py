@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
@@ -14,9 +15,16 @@ import numpy.typing as npt
 
 from headrace.dumpfolder import open_nofollow
 from headrace.dumps import DumpHeader
-from headrace.errors import Unreadable
+from headrace.errors import HeadraceError, Unreadable
+from headrace.finalnorm import FinalNorm
 from headrace.ids import RequestId
+from headrace.masks import decode_mask
 from headrace.tensorfile import TensorInfo
+
+
+class NotFinite(HeadraceError):
+    """A state that the format derives is NaN or infinite; the sample must be extracted again."""
+
 
 STATE_DTYPES = frozenset({"BF16", "F16", "F32"})
 
@@ -34,7 +42,7 @@ class RowSource:
     """One proven dump and the sample it belongs to: what a row is made from.
 
     `token_ids` is [N] little-endian int64; `mask` the loss mask as run lengths; `aux` [N, k*D] and `final`
-    [N, D] are maps of the dump's file.
+    [N, D] are maps of the dump's file. `norm` is the model's final norm, None where it is not known.
     """
 
     request: RequestId
@@ -44,11 +52,15 @@ class RowSource:
     mask: tuple[int, ...]
     aux: States
     final: States
+    norm: FinalNorm | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where a row says that it comes from; the fields are those of the request, the run and the dump."""
+    """Where a row says that it comes from; the fields are those of the request, the run and the dump.
+
+    `final_state` is that of the row, which may have been made from the captured one.
+    """
 
     run: str
     ordinal: int
@@ -87,7 +99,11 @@ class Format(Protocol):
         """The row's file, relative to the dataset's folder."""
 
     def write(self, source: RowSource, file: io.RawIOBase) -> None:
-        """Stream one row; `file` only appends, takes whole buffers of any size, and has no descriptor."""
+        """Stream one row; `file` only appends, takes whole buffers of any size, and tells its position.
+
+        Raises:
+            NotFinite: a state that is derived on the way is no number; what was written so far is no row.
+        """
 
     def parse(self, name: str, data: memoryview) -> Row:
         """Read a row back from a map of its whole file, its states as parts of it; `name` is for messages.
@@ -117,6 +133,19 @@ def map_row(file: io.RawIOBase) -> memoryview:
     if size == 0:
         raise Unreadable("the file is empty")
     return memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY))
+
+
+def decode_loss_mask(data: memoryview) -> bytes:
+    """A loss mask of little-endian int64 as one byte per token; raises Unreadable for values other than 0 and 1."""
+    mask = np.frombuffer(data, "<i8")
+    if ((mask != 0) & (mask != 1)).any():
+        raise Unreadable("loss_mask holds values other than 0 and 1")
+    return mask.astype(np.uint8).tobytes()
+
+
+def encode_loss_mask(mask: Sequence[int]) -> bytes:
+    """A loss mask given as run lengths as little-endian int64."""
+    return np.frombuffer(decode_mask(mask), np.uint8).astype("<i8").tobytes()
 
 
 def as_float32(info: TensorInfo, buffer: memoryview) -> npt.NDArray[np.float32]:

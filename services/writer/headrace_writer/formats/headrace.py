@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-import numpy as np
-
 from headrace.errors import Unreadable
-from headrace.masks import decode_mask
 from headrace.tensorfile import MAX_HEADER, TensorInfo, decode_header, encode_header, layout
-from headrace_writer.formats.base import STATE_DTYPES, Format, Origin, Row, RowSource, States
+from headrace_writer.formats.base import (
+    STATE_DTYPES,
+    Format,
+    Row,
+    RowSource,
+    States,
+    decode_loss_mask,
+    encode_loss_mask,
+)
+from headrace_writer.formats.origin import decode_origin, encode_origin
 
-SCHEMA = 1
 ROWS_PER_FOLDER = 1000
 
 
@@ -41,9 +45,9 @@ class HeadraceFormat(Format):
                 ("final", source.final.info.dtype, source.final.info.shape),
             ]
         )
-        file.write(encode_header(tensors, _metadata(source)))
+        file.write(encode_header(tensors, encode_origin(source, source.header.final_state)))
         file.write(source.token_ids)
-        file.write(np.frombuffer(decode_mask(source.mask), np.uint8).astype("<i8").tobytes())
+        file.write(encode_loss_mask(source.mask))
         file.write(source.aux.buffer)
         file.write(source.final.buffer)
 
@@ -52,51 +56,13 @@ class HeadraceFormat(Format):
         tensors, metadata, offset = decode_header(bytes(data[: MAX_HEADER + 8]), len(data))
         _check_tensors(tensors)
         data = data[offset:]
-        mask = np.frombuffer(_slice(data, tensors["loss_mask"]), "<i8")
-        if ((mask != 0) & (mask != 1)).any():
-            raise Unreadable(f"{name}: loss_mask holds values other than 0 and 1")
         return Row(
             token_ids=bytes(_slice(data, tensors["token_ids"])),
-            loss_mask=mask.astype(np.uint8).tobytes(),
+            loss_mask=decode_loss_mask(_slice(data, tensors["loss_mask"])),
             aux=States(info=tensors["aux"], buffer=_slice(data, tensors["aux"])),
             final=States(info=tensors["final"], buffer=_slice(data, tensors["final"])),
-            origin=_origin(metadata),
+            origin=decode_origin(metadata),
         )
-
-
-def _metadata(source: RowSource) -> dict[str, str]:
-    return {
-        "schema": str(SCHEMA),
-        "run": source.request.run,
-        "ordinal": str(source.request.ordinal),
-        "sample": source.sample,
-        "request": str(source.request),
-        "boundaries": json.dumps(source.header.boundaries),
-        "final_state": source.header.final_state,
-        "model": source.header.model,
-        "engine": source.header.engine,
-        "weight_version": source.header.weight_version,
-    }
-
-
-def _origin(metadata: Mapping[str, str]) -> Origin:
-    try:
-        schema = int(metadata["schema"])
-        if schema > SCHEMA:
-            raise Unreadable(f"row of schema {schema} is newer than this headrace knows ({SCHEMA}); upgrade it")
-        return Origin(
-            run=metadata["run"],
-            ordinal=int(metadata["ordinal"]),
-            sample=metadata["sample"],
-            request=metadata["request"],
-            boundaries=tuple(int(b) for b in json.loads(metadata["boundaries"])),
-            final_state=metadata["final_state"],
-            model=metadata["model"],
-            engine=metadata["engine"],
-            weight_version=metadata["weight_version"],
-        )
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
-        raise Unreadable(f"the row's metadata: {type(error).__name__}: {error}") from error
 
 
 def _check_tensors(tensors: Mapping[str, TensorInfo]) -> None:

@@ -15,6 +15,7 @@ if not req[1] or not sample then return {'unknown_request'} end
 if sample.state == 'captured' then
   if sample.captured == request then return {'captured', int(sample.job), req[1], req[2]} end
   release(run, request, req[3])
+  if redis.call('HSETNX', request_key(request), 'duplicate', 1) == 1 then redis.call('HINCRBY', key, 'reason:duplicate', 1) end
   redis.call('HSET', request_key(request), 'outcome', 'stale')
   redis.call('PEXPIRE', request_key(request), ENDED_TTL_MS)
   return {'duplicate'}

@@ -62,11 +62,10 @@ local function check_finished(run)
   if total and state ~= 'cancelled'
       and (tonumber(stored) or 0) + (tonumber(rejected) or 0) + (tonumber(failed) or 0) >= tonumber(total) then
     local time = int(now_ms())
-    redis.call('HSET', key, 'state', 'finished', 'reason', '')
+    redis.call('HSET', key, 'state', 'finished', 'reason', '', 'waiting_for', '')
     redis.call('HSETNX', key, 'finished_at', time)
     redis.call('PEXPIRE', key, RUN_TTL_MS)
-    redis.call('PEXPIRE', part_key(run, 'done'), RUN_TTL_MS)
-    redis.call('PEXPIRE', part_key(run, 'dead'), RUN_TTL_MS)
+    for _, part in ipairs({'done', 'failed', 'dead'}) do redis.call('PEXPIRE', part_key(run, part), RUN_TTL_MS) end
   end
 end
 
@@ -74,10 +73,20 @@ end
 local function run_of(request) return string.match(request, '^hr%-(%w+)%-') end
 local function ordinal_of(request) return string.match(request, '^hr%-%w+%-(%d+)%-') end
 
+-- Whether the sample's last end was a failure: it is done by it, or else was reopened since.
+local function has_failed(run, ordinal) return redis.call('GETBIT', part_key(run, 'failed'), ordinal) == 1 end
+
 -- Sets the done bit, counts once, and closes the sample. Returns whether it was open until now.
 -- A live request of the sample keeps its lease and its credit until it ends, for the engine still works on it.
-local function finish(run, ordinal, status, tokens, bytes, reason)
-  if not has(run, ordinal) or redis.call('SETBIT', part_key(run, 'done'), ordinal, 1) == 1 then return false end
+local function finish(run, ordinal, status, tokens, bytes, reason, request)
+  if not has(run, ordinal) or is_done(run, ordinal) then return false end
+  local sample, failed = load(run, ordinal), status == 'failed'
+  if has_failed(run, ordinal) ~= failed then
+    redis.call('SETBIT', part_key(run, 'failed'), ordinal, failed and 1 or 0)
+  elseif failed and not (sample and sample.state == 'failed' and sample.live == request) then
+    return false  -- reopened: of its failed lines only that of the attempt which it has failed with since closes it
+  end
+  redis.call('SETBIT', part_key(run, 'done'), ordinal, 1)
   local key = run_key(run)
   redis.call('HINCRBY', key, status, 1)
   if status == 'stored' then
@@ -86,7 +95,6 @@ local function finish(run, ordinal, status, tokens, bytes, reason)
   else
     redis.call('HINCRBY', key, status .. ':' .. reason, 1)
   end
-  local sample = load(run, ordinal)
   if sample and sample.state == 'pending' then redis.call('LREM', part_key(run, 'pending'), 1, ordinal) end
   if sample and sample.captured ~= '' then
     release(run, sample.captured, redis.call('HGET', request_key(sample.captured), 'site'))
@@ -96,6 +104,26 @@ local function finish(run, ordinal, status, tokens, bytes, reason)
   redis.call('ZREM', part_key(run, 'recording'), ordinal)
   return true
 end
+
+-- What verdicts came to until now, as JSON: a note from which later ones are counted.
+local function verdict_note(run)
+  local note, fields = {}, redis.call('HGETALL', run_key(run))
+  for i = 1, #fields, 2 do
+    local name = fields[i]
+    if name == 'verdicts' or name == 'mismatches' or string.find(name, '^reason:') then
+      note[name] = tonumber(fields[i + 1])
+    end
+  end
+  return cjson.encode(note)
+end
+
+-- Somebody wants the run to go on: what its verdicts came to before pauses it no more.
+local function begin_window(run)
+  local note = verdict_note(run)
+  redis.call('HSET', run_key(run), 'window', note, 'next_window', note)
+end
+
+local function noted_verdicts(note) return note and cjson.decode(note).verdicts or 0 end
 
 -- A refused dump counts once, also when its attempt had ended before the dump came.
 local function count_refusal(run, request, reason)
@@ -107,8 +135,9 @@ local function count_refusal(run, request, reason)
 end
 
 -- Closes an attempt that brought no row: the live one, or the captured one whose dump is gone, which always burns.
--- kind is mismatch, loss or error. Returns pending, failed, stale or unknown; the same again when repeated.
-local function end_attempt(run, request, ordinal, burn, kind, reason)
+-- With unless_captured the latter goes on: its dump was proven, whatever else is said of the request.
+-- kind is mismatch, loss or error. Returns pending, failed, captured, stale or unknown; the same again when repeated.
+local function end_attempt(run, request, ordinal, burn, kind, reason, unless_captured)
   local key = run_key(run)
   local limit = redis.call('HGET', key, 'max_attempts')
   local site, ended = unpack(redis.call('HMGET', request_key(request), 'site', 'outcome'))
@@ -119,6 +148,7 @@ local function end_attempt(run, request, ordinal, burn, kind, reason)
     release(run, request, site)
     return 'unknown'
   end
+  if captured and unless_captured then return 'captured' end
   if kind == 'mismatch' then count_refusal(run, request, reason) end
   if ended then return ended end
   release(run, request, site)

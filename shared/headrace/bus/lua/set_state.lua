@@ -7,7 +7,8 @@ if not current then return nil end
 if only ~= '' and why ~= only then return current end
 for i = 5, #ARGV do
   if ARGV[i] == current then
-    redis.call('HSET', key, 'state', state, 'reason', reason)
+    redis.call('HSET', key, 'state', state, 'reason', reason, 'waiting_for', '')
+    if state == 'active' and current ~= 'active' and only == '' then begin_window(run) end
     if state == 'active' then check_finished(run) end
     return redis.call('HGET', key, 'state')
   end

@@ -1,0 +1,155 @@
+"""What each engine may be sent now: its breaker, the threads that probe it, and a rest when it is out of room."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from headrace import logs, metrics
+from headrace.bus.values import Site
+from headrace.generate import Answer
+from headrace.reasons import Reason
+from headrace_dispatcher.breaker import Breaker, State
+from headrace_dispatcher.flights import Flight
+
+log = logs.get(__name__)
+
+_NO_ROOM_SECONDS = 1.0  # for writers to empty the folder of an engine that had no room
+
+_Life = tuple[str, str]  # site and boot: an engine that was started again owes nothing to its former life
+
+
+@dataclass(slots=True)
+class _Circuit:
+    url: str
+    breaker: Breaker = field(default_factory=Breaker)
+    epochs: dict[str, int] = field(default_factory=dict)  # of the requests that are in flight
+    full_until: float = 0.0
+    next_probe: str = ""
+
+
+class Circuits:
+    """The breakers of all registered engines. Thread-safe: answers and probes come from threads of their own."""
+
+    def __init__(
+        self, probe: Callable[[str], str], wake: Callable[[], None], on_crash: Callable[[BaseException], None]
+    ) -> None:
+        """`probe` asks the engine at a URL and returns what is wrong, `wake` is called when one may be sent more."""
+        self._probe = probe
+        self._wake = wake
+        self._on_crash = on_crash
+        self._lock = threading.Lock()
+        self._circuits: dict[_Life, _Circuit] = {}
+
+    def look(self, sites: Sequence[Site]) -> None:
+        """Take in the sites that are registered now, and begin the probes that are due."""
+        registered = {(site.site, site.boot): site.url for site in sites}
+        with self._lock:
+            for gone in self._circuits.keys() - registered.keys():
+                del self._circuits[gone]
+                if gone[0] not in {site for site, _ in registered}:
+                    metrics.BREAKER_OPEN.remove(gone[0])
+            for life, url in registered.items():
+                circuit = self._circuits.get(life)
+                if circuit is None:
+                    circuit = self._circuits[life] = _Circuit(url)
+                    metrics.BREAKER_OPEN.labels(life[0]).set(0)
+                circuit.url = url
+                if circuit.breaker.due(time.monotonic()):
+                    circuit.breaker = circuit.breaker.probing()
+                    self._begin_probe(life, url, circuit.breaker.epoch)
+
+    def admits(self, site: Site) -> int | None:
+        """How many requests the engine may be sent now; None for any number."""
+        with self._lock:
+            circuit = self._circuits.get((site.site, site.boot))
+            if circuit is None or time.monotonic() < circuit.full_until:
+                return 0
+            return circuit.breaker.admits
+
+    def sent(self, flight: Flight) -> None:
+        """A request is about to be posted."""
+        with self._lock:
+            circuit = self._circuits.get((flight.site, flight.boot))
+            if circuit is not None:
+                circuit.epochs[str(flight.request)] = circuit.breaker.epoch
+                circuit.breaker = circuit.breaker.sent()
+
+    def answered(self, flight: Flight, answer: Answer) -> None:
+        """A request ended; this must be told before its sample and its credit may be given out again."""
+        life = (flight.site, flight.boot)
+        with self._lock:
+            circuit = self._circuits.get(life)
+            epoch = circuit.epochs.pop(str(flight.request), None) if circuit is not None else None
+            if circuit is None or epoch is None:
+                return
+            if answer.reason == Reason.NO_ROOM:
+                circuit.full_until = time.monotonic() + _NO_ROOM_SECONDS
+            before = circuit.breaker
+            if answer.outcome in ("unavailable", "timeout"):
+                # A time-out costs an attempt, and says more than a refused connection: one is enough.
+                at_once = answer.outcome == "timeout"
+                self._change(life, circuit, before.failed(epoch, time.monotonic(), answer.reason, at_once=at_once))
+            else:
+                self._change(life, circuit, before.answered())
+
+    def waiting(self, sites: Sequence[Site]) -> str:
+        """Why none of these engines is sent requests, and when each is probed next; empty while one is."""
+        said = []
+        with self._lock:
+            for site in sites:
+                circuit = self._circuits.get((site.site, site.boot))
+                if circuit is None or circuit.breaker.state is State.CLOSED:
+                    return ""
+                said.append(_say(circuit))
+        return "; ".join(said)
+
+    def _begin_probe(self, life: _Life, url: str, epoch: int) -> None:
+        def body() -> None:
+            try:
+                problem = self._probe(url)
+                with self._lock:
+                    circuit = self._circuits.get(life)
+                    if circuit is not None:
+                        self._change(life, circuit, circuit.breaker.probed(epoch, time.monotonic(), problem))
+            except BaseException as error:  # noqa: BLE001 - the main thread raises it: half a process must not live on
+                self._on_crash(error)
+            self._wake()
+
+        threading.Thread(target=body, name=f"probe-{life[0]}", daemon=True).start()
+
+    def _change(self, life: _Life, circuit: _Circuit, breaker: Breaker) -> None:
+        before, circuit.breaker = circuit.breaker, breaker
+        if breaker.epoch == before.epoch:
+            return
+        metrics.BREAKER_OPEN.labels(life[0]).set(int(breaker.state is not State.CLOSED))
+        known = {"site": life[0], "url": circuit.url}
+        match breaker.state:
+            case State.OPEN:
+                circuit.next_probe = _clock(time.time() + breaker.wait)
+                log.warning("engine gets no requests", **known, reason=breaker.why, probe_in_seconds=breaker.wait)
+            case State.HALF_OPEN:
+                log.info("engine passed a probe: one request is to try it", **known)
+            case State.CLOSED:
+                log.info("engine gets requests again", **known)
+
+
+def _say(circuit: _Circuit) -> str:
+    breaker = circuit.breaker
+    if breaker.state is State.HALF_OPEN:
+        then = "it passed a probe, and one request is to try it"
+    elif breaker.busy:
+        then = "it is being probed"
+    else:
+        then = f"it is probed next at {circuit.next_probe}"
+    return (
+        f"engine {circuit.url} gets no requests after {breaker.why} (requests that failed in a row: "
+        f"{breaker.failures}); {then}"
+    )
+
+
+def _clock(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%H:%M:%S} UTC"

@@ -1,0 +1,149 @@
+"""Engines that fail or hang under a dispatcher: they get few requests, are probed, and get all when they are back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+
+from headrace.bus import Bus
+from headrace_dispatcher.breaker import FAILURES
+from tests.support.bus_values import LONG
+from tests.support.dispatching import Engine, dispatching, submit, view_of
+from tests.support.stores import RUN
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.redis
+
+AT_ONCE = 4
+GOOD = (200, b'{"text": "", "meta_info": {}}')
+
+
+@pytest.fixture
+def bus(bus: Bus) -> Iterator[Bus]:
+    """The bus with leases that do not lapse meanwhile."""
+    opened = Bus.open(bus.where, leases=LONG)
+    yield opened
+    opened.close()
+
+
+def gauge(site: str) -> float | None:
+    """The site's metric, if there is one; sites of other tests may still have theirs."""
+    return REGISTRY.get_sample_value("headrace_breaker_open", {"site": site})
+
+
+def fail(engine: Engine) -> None:
+    engine.reply, engine.health = lambda body: (503, b"loading"), lambda: 503
+
+
+def wait_waiting(bus: Bus, *words: str) -> None:
+    """Wait until the run waits for something that has these words."""
+
+    def said() -> bool:
+        what = view_of(bus).waiting_for
+        return all(word in what for word in words)
+
+    wait_until(said, 60, f"{words} in waiting_for")
+
+
+def test_an_engine_that_fails_gets_few_requests_then_one_and_then_all(bus: Bus, tmp_path: Path) -> None:
+    with Engine() as engine:
+        fail(engine)
+        bus.sites.register(engine.site("failing", max_requests=AT_ONCE), 3600)
+        submit(bus, tmp_path, [5] * 20, max_attempts=1)
+        with dispatching(bus):
+            wait_until(lambda: engine.probed >= 2, what="two probes")
+            sent = len(engine.asked)
+            assert sent < AT_ONCE + FAILURES
+            wait_waiting(bus, engine.url, "after a probe that brought http_503", "probed next at")
+            assert gauge("failing") == 1
+
+            released = threading.Event()
+
+            def hold(body: dict[str, Any]) -> tuple[int, bytes]:
+                released.wait(60)
+                return GOOD
+
+            engine.reply, engine.health = hold, lambda: 200
+            wait_waiting(bus, engine.url, "one request is to try it")
+            wait_until(lambda: len(engine.asked) == sent + 1, what="the one request")
+            assert view_of(bus).in_flight == 1
+            released.set()
+            wait_until(lambda: len(engine.asked) == sent + AT_ONCE, what="a full engine")
+            wait_until(lambda: not view_of(bus).waiting_for, what="the run to wait for nothing")
+            assert gauge("failing") == 0
+        assert bus.runs.dead(RUN) == []
+        assert view_of(bus).reasons.keys() <= {"http_503", "dispatcher_stopped"}
+
+
+def test_an_engine_that_hangs_burns_what_was_in_flight_and_no_more(bus: Bus, tmp_path: Path) -> None:
+    released = threading.Event()
+
+    def hang(body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+        released.wait(60)
+        return GOOD
+
+    with Engine(hang) as engine:
+        engine.health = lambda: hang()[0]
+        bus.sites.register(engine.site(max_requests=AT_ONCE), 3600)
+        submit(bus, tmp_path, [5] * 20, max_attempts=9)
+        with dispatching(bus, engine_timeout_seconds=1):
+            wait_until(lambda: engine.probed >= 3, 60, what="three probes")
+            wait_waiting(bus, engine.url, "after a probe without an answer in 1 s")
+            assert view_of(bus).reasons == {"timeout": AT_ONCE}
+            assert len(bus.runs.dead(RUN)) == len(engine.asked) == AT_ONCE
+            released.set()
+            wait_until(lambda: len(engine.asked) == 2 * AT_ONCE, 60, what="a full engine")
+
+
+def test_beside_an_engine_that_fails_the_other_goes_on(bus: Bus, tmp_path: Path) -> None:
+    with Engine() as good, Engine() as bad:
+        fail(bad)
+        bus.sites.register(good.site("good"), 3600)
+        bus.sites.register(bad.site("bad", max_requests=AT_ONCE), 3600)
+        submit(bus, tmp_path, [5] * 40, max_attempts=1)
+        with dispatching(bus):
+            wait_until(lambda: good.ordinals() == list(range(40)), what="all samples")
+            # Nothing is pending any more: another run makes the engine fail, if it has not.
+            submit(bus, tmp_path / "more", [6] * 20, run="more", max_attempts=1)
+            wait_until(lambda: len(good.asked) == 60, what="all samples of the other run")
+            assert len(bad.asked) < AT_ONCE + FAILURES
+            assert view_of(bus).waiting_for == view_of(bus, "more").waiting_for == ""
+        assert bus.runs.dead(RUN) == bus.runs.dead("more") == []
+
+
+def test_another_boot_of_an_engine_starts_with_nothing_held_against_it(bus: Bus, tmp_path: Path) -> None:
+    with Engine() as engine:
+        fail(engine)
+        bus.sites.register(engine.site("again"), 3600)
+        submit(bus, tmp_path, [5] * 20)
+        with dispatching(bus):
+            wait_until(lambda: gauge("again") == 1, what="the breaker to open")
+            wait_until(lambda: view_of(bus).in_flight == 0, what="what was in flight to end")
+            engine.reply = lambda body: GOOD
+            asked = len(engine.asked)
+            bus.sites.register(engine.site("again", boot="boot 2"), 3600)
+            wait_until(lambda: len(engine.asked) - asked == 20, what="all samples")
+            assert gauge("again") == 0
+            bus.sites.unregister("again")
+            wait_until(lambda: gauge("again") is None, what="the metric to go with the site")
+
+
+def test_an_engine_without_room_rests_and_is_not_taken_for_one_that_fails(bus: Bus, tmp_path: Path) -> None:
+    def refuse(body: dict[str, Any]) -> tuple[int, bytes]:
+        return GOOD if len(engine.asked) > 2 * FAILURES else (200, b'{"meta_info": {"headrace": "dropped:no_room"}}')
+
+    with Engine(refuse) as engine:
+        engine.health = lambda: 503
+        bus.sites.register(engine.site("full"), 3600)
+        submit(bus, tmp_path, [5] * 20, max_attempts=1)
+        with dispatching(bus):
+            wait_until(lambda: set(engine.ordinals()) == set(range(20)), what="all samples")
+            wait_until(lambda: view_of(bus).pending == 0, what="the refused ones to be sent again")
+            assert gauge("full") == 0
+        assert bus.runs.dead(RUN) == []
+        assert engine.probed == 0

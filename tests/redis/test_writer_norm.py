@@ -1,0 +1,121 @@
+"""What a writer does when a run's final norm cannot be had: it pauses or waits, says why, and loses nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace.bus import Bus
+from headrace.errors import Conflict, Unavailable, UsageError
+from headrace.finalnorm import FinalNorm
+from headrace.runs import Identity
+from headrace.settings import load_settings
+from headrace_writer import formats
+from headrace_writer.handler import Handler
+from tests.support.bus_values import make_site
+from tests.support.dumps import ENGINE, WEIGHTS, make_norm
+from tests.support.stores import HIDDEN, RUN, Sample, make_sample, submit_to
+from tests.support.watched import declare
+
+NORM = make_norm(HIDDEN)
+FORM = formats.get("specforge")
+
+
+@pytest.fixture
+def dumps(tmp_path: Path) -> Path:
+    (tmp_path / "dumps").mkdir()
+    return tmp_path / "dumps"
+
+
+@pytest.fixture
+def handler(bus: Bus, tmp_path: Path, dumps: Path) -> Iterator[Handler]:
+    """A writer over a run in format `specforge`, of which one sample is captured."""
+    bus.runs.create(submit_to(tmp_path / "dataset", format="specforge", total=10))
+    bus.runs.activate(RUN)
+    bus.sites.register(make_site("s1", boot="boot", max_tokens=1000, dump_cap_bytes=1 << 20), 60)
+    bus.runs.feed(RUN, 0, [""] * 10)
+    sample = make_sample()
+    assert bus.requests.claim(RUN, "s1", "boot", [sample.opened()]) == ["claimed"]
+    identity = Identity(engine=ENGINE, weight_version=WEIGHTS)
+    assert bus.requests.capture(sample.request(), "s1", 1000, identity).outcome == "captured"
+    made = Handler(bus, "s1", dumps, "w1", load_settings(quarantine_dir=tmp_path / "quarantine"))
+    yield made
+    made.close()
+
+
+def assert_stored_in_the_end(bus: Bus, handler: Handler, sample: Sample, output: Path) -> None:
+    assert bus.runs.activate(RUN) == "active"
+    handler(sample.job())
+    view = bus.runs.get(RUN)
+    assert view is not None
+    assert (view.stored, view.reasons, view.state) == (1, {}, "active")
+    assert (output / FORM.path(sample.ordinal)).is_file()
+
+
+@pytest.mark.parametrize(
+    ("norm", "kept", "error", "says"),
+    [
+        (None, None, UsageError, "publishes no final norm"),
+        (make_norm(HIDDEN, seed=8), NORM, Conflict, "bring the engine back as it was"),
+    ],
+    ids=["none", "another"],
+)
+def test_a_run_whose_norm_cannot_be_had_is_paused_with_the_reason_and_loses_nothing(
+    bus: Bus,
+    tmp_path: Path,
+    dumps: Path,
+    handler: Handler,
+    norm: FinalNorm | None,
+    kept: FinalNorm | None,
+    error: type[Exception],
+    says: str,
+) -> None:
+    sample, output = make_sample(), tmp_path / "dataset"
+    path = sample.dump(dumps)
+    if kept is not None:
+        (output / "final_norm.safetensors").write_bytes(kept.encode())
+    declare(dumps, norm)
+    for _ in range(12):
+        with pytest.raises(error):
+            handler(sample.job())
+    view = bus.runs.get(RUN)
+    assert view is not None
+    assert (view.state, view.reasons) == ("paused", {})
+    assert says in view.reason
+    assert path.exists()
+    declare(dumps, NORM, boot="otherotherot")
+    assert_stored_in_the_end(bus, handler, sample, output)
+
+
+def test_a_run_waits_for_an_engine_that_starts(bus: Bus, tmp_path: Path, dumps: Path, handler: Handler) -> None:
+    sample = make_sample()
+    sample.dump(dumps)
+    for _ in range(12):
+        with pytest.raises(Unavailable):
+            handler(sample.job())
+    view = bus.runs.get(RUN)
+    assert view is not None
+    assert (view.state, view.reasons) == ("active", {})
+    declare(dumps, NORM)
+    assert_stored_in_the_end(bus, handler, sample, tmp_path / "dataset")
+
+
+def test_a_writer_without_torch_pauses_the_run_and_names_the_extra(
+    bus: Bus, tmp_path: Path, dumps: Path, handler: Handler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = make_sample()
+    sample.dump(dumps)
+    declare(dumps, NORM)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for _ in range(12):
+        with pytest.raises(UsageError):
+            handler(sample.job())
+    view = bus.runs.get(RUN)
+    assert view is not None
+    assert (view.state, view.reasons) == ("paused", {})
+    assert "pip install 'headrace[trainers]', then: headrace resume tale" in view.reason
+    monkeypatch.undo()
+    assert_stored_in_the_end(bus, handler, sample, tmp_path / "dataset")

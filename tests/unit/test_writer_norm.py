@@ -1,0 +1,197 @@
+"""The final norm on its way into the dataset, and rows that are made with it: whose it is, races, what is missing."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.dumpfolder import read_norm
+from headrace.dumps import ENGINE_FILE, POST_NORM
+from headrace.errors import Conflict, HeadraceError, Unavailable, Unreadable, UsageError
+from headrace.finalnorm import NORM_FILE
+from headrace.runs import Identity
+from headrace.verdicts import Reason
+from headrace_writer import formats
+from headrace_writer.destination import Destination
+from headrace_writer.norm import NormKeeper
+from headrace_writer.store import DumpGone, Refused, Store, Stored, finish
+from tests.support.dumps import ENGINE, WEIGHTS, make_norm
+from tests.support.stores import AT, HIDDEN, lines_of, make_sample, make_spec, row_files
+from tests.support.watched import declare
+
+IDENTITY = Identity(engine=ENGINE, weight_version=WEIGHTS)
+NORM = make_norm(HIDDEN)
+OTHER = make_norm(HIDDEN, seed=8)
+
+
+@pytest.fixture
+def dumps(tmp_path: Path) -> Path:
+    (tmp_path / "dumps").mkdir()
+    return tmp_path / "dumps"
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "dataset"
+
+
+def keeper(output: Path, writer: str = "w1", **changes: Any) -> NormKeeper:
+    return NormKeeper(Destination(output, writer), make_spec(output, **changes))
+
+
+@pytest.mark.parametrize("form", ["headrace", "specforge"])
+def test_the_engines_norm_is_kept_in_the_dataset_and_outlives_the_engine(form: str, dumps: Path, output: Path) -> None:
+    declare(dumps, NORM)
+    assert keeper(output, format=form).find(dumps, IDENTITY) == NORM
+    assert read_norm(output / NORM_FILE) == NORM
+    (dumps / ENGINE_FILE).unlink()
+    assert keeper(output, "w2", format=form).find(dumps, IDENTITY) == NORM
+
+
+def test_several_writers_keep_one_norm(dumps: Path, output: Path) -> None:
+    declare(dumps, NORM)
+    keepers = [keeper(output, f"w{number}", format="specforge") for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda each: each.find(dumps, IDENTITY), keepers))
+    assert found == [NORM] * 8
+    assert read_norm(output / NORM_FILE) == NORM
+
+
+@pytest.mark.parametrize("form", ["headrace", "specforge"])
+def test_another_norm_under_the_same_names_is_a_conflict(form: str, dumps: Path, output: Path) -> None:
+    declare(dumps, NORM)
+    first = keeper(output, format=form)
+    first.find(dumps, IDENTITY)
+    declare(dumps, OTHER, boot="otherotherot")
+    for each in (first, keeper(output, "w2", format=form)):
+        for _ in range(2):
+            with pytest.raises(Conflict, match="other weights under the same name"):
+                each.find(dumps, IDENTITY)
+    assert read_norm(output / NORM_FILE) == NORM
+    declare(dumps, NORM, boot="thirdthirdth")
+    assert first.find(dumps, IDENTITY) == NORM
+
+
+@pytest.mark.parametrize(
+    "change", [{"fingerprint": "another"}, {"weight_version": "another"}], ids=["engine", "weights"]
+)
+def test_the_norm_of_another_engine_is_never_taken(change: dict[str, str], dumps: Path, output: Path) -> None:
+    declare(dumps, OTHER, **change)
+    assert keeper(output).find(dumps, IDENTITY) is None
+    with pytest.raises(Unavailable, match="bring it back"):
+        keeper(output, "w2", format="specforge").find(dumps, IDENTITY)
+    assert not (output / NORM_FILE).exists()
+
+
+def test_an_engine_that_is_starting_is_waited_for_where_its_norm_is_needed(dumps: Path, output: Path) -> None:
+    plain, needing = keeper(output), keeper(output, "w2", format="specforge")
+    assert plain.find(dumps, IDENTITY) is None
+    with pytest.raises(Unavailable, match="is the engine starting"):
+        needing.find(dumps, IDENTITY)
+    declare(dumps, NORM)
+    (dumps / "final_norm.bootbootboot.safetensors").unlink()
+    with pytest.raises(Unavailable, match="is the engine starting"):
+        needing.find(dumps, IDENTITY)
+    declare(dumps, NORM)
+    assert needing.find(dumps, IDENTITY) == plain.find(dumps, IDENTITY) == NORM
+
+
+@pytest.mark.parametrize("norm", [None, make_norm(2 * HIDDEN)], ids=["none", "wider"])
+def test_an_engine_without_a_norm_of_the_runs_width_cannot_serve_what_needs_it(
+    norm: Any, dumps: Path, output: Path
+) -> None:
+    declare(dumps, norm)
+    assert keeper(output).find(dumps, IDENTITY) is None
+    assert keeper(output, "w2", format="specforge", final_state=POST_NORM).find(dumps, IDENTITY) is None
+    with pytest.raises(UsageError, match=r"publishes no final norm.*capture 'post_norm' in a run of another name"):
+        keeper(output, "w3", format="specforge").find(dumps, IDENTITY)
+
+
+def test_a_damaged_norm_in_the_dataset_is_named_and_never_replaced(dumps: Path, output: Path) -> None:
+    declare(dumps, NORM)
+    output.mkdir()
+    (output / NORM_FILE).write_bytes(b"torn")
+    with pytest.raises(Unreadable, match="remove it, then resume"):
+        keeper(output, format="specforge").find(dumps, IDENTITY)
+    assert (output / NORM_FILE).read_bytes() == b"torn"
+
+
+def test_a_dump_becomes_a_row_with_the_norm_and_is_adopted_and_found_by_its_line(dumps: Path, output: Path) -> None:
+    declare(dumps, NORM)
+    spec, sample = make_spec(output, format="specforge"), make_sample()
+    form = formats.get("specforge")
+    killed = Store(output, spec, "killed")
+    assert not isinstance(killed._from_dump(sample.job(), sample.dump(dumps)), Refused | DumpGone)
+    killed.close()
+    store = Store(output, spec, "w1")
+    adopted = store.store(sample.job(), sample.dump(dumps), AT)
+    assert isinstance(adopted, Stored)
+    assert adopted.adopted
+    again = store.store(sample.job(), sample.dump(dumps), AT)
+    assert isinstance(again, Stored)
+    assert again.already
+    assert row_files(output) == [str(form.path(sample.ordinal))]
+    assert [line.path for line in lines_of(output)] == [str(form.path(sample.ordinal))]
+
+
+def test_a_row_of_the_captured_state_is_no_row_of_a_format_that_stores_another(dumps: Path, output: Path) -> None:
+    declare(dumps, NORM)
+    spec, sample = make_spec(output, format="specforge"), make_sample()
+    store = Store(output, spec, "w1")
+    first = store.store(sample.job(), sample.dump(dumps), AT)
+    assert isinstance(first, Stored)
+    place = output / formats.get("specforge").path(sample.ordinal)
+    place.write_bytes(place.read_bytes().replace(b'"final_state": "post_norm"', b'"final_state": "pre_norm" '))
+    (manifest,) = (output / "manifest").iterdir()
+    manifest.unlink()
+    again = Store(output, spec, "w2").store(sample.job(attempt=1), sample.dump(dumps, attempt=1), AT)
+    assert isinstance(again, Stored)
+    assert not again.adopted
+    # Trainers look for rows by suffix, everywhere below the dataset: nothing else may have it.
+    assert [path.relative_to(output) for path in output.rglob("*.ckpt")] == [place.relative_to(output)]
+    assert len(list((output / ".quarantine").glob("*.ckpt.bad"))) == 1
+
+
+def test_a_norm_that_gives_no_number_refuses_the_dump(dumps: Path, output: Path) -> None:
+    declare(dumps, replace(NORM, weight=b"\x80\x7f" * HIDDEN))  # infinite
+    sample = make_sample()
+    outcome = Store(output, make_spec(output, format="specforge"), "w1").store(sample.job(), sample.dump(dumps), AT)
+    assert isinstance(outcome, Refused)
+    assert outcome.refusal.reason is Reason.NOT_FINITE
+    assert not list(output.rglob("*.ckpt*"))
+
+
+@pytest.mark.parametrize(("captured", "needs"), [("pre_norm", True), ("post_norm", False)])
+def test_a_writer_without_torch_stores_what_needs_none(
+    captured: str, needs: bool, dumps: Path, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    spec, sample = make_spec(output, format="specforge", final_state=captured), make_sample()
+    dump = sample.dump(dumps, changes={"final_state": captured})
+    if not needs:
+        assert isinstance(Store(output, spec, "w1").store(sample.job(), dump, AT), Stored)
+        return
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"pip install 'headrace\[trainers\]', then: headrace resume tale"):
+            Store(output, spec, "w1")
+    monkeypatch.undo()
+    declare(dumps, NORM)
+    assert isinstance(Store(output, spec, "w1").store(sample.job(), dump, AT), Stored)
+
+
+def test_a_store_whose_norm_is_missing_holds_nothing(dumps: Path, output: Path) -> None:
+    sample = make_sample()
+    dump = sample.dump(dumps)
+    store = Store(output, make_spec(output, format="specforge"), "w1")
+    with pytest.raises(HeadraceError, match="no final norm"):
+        store.store(sample.job(), dump, AT)
+    assert lines_of(output) == []
+    assert not list(output.rglob("*.ckpt*"))
+    declare(dumps, NORM)
+    assert isinstance(store.store(sample.job(), dump, AT), Stored)
+    finish(dump)
