@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test test-unit test-redis test-pipeline check fmt clean
+.PHONY: help install demo test test-unit test-redis test-pipeline test-formats chaos strategies check fmt clean
 
 help:  ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -33,6 +33,15 @@ test-redis: install  ## Tests against a real Redis-compatible server
 
 test-pipeline: install  ## Tests of the services as processes
 	$(BIN)/pytest tests/pipeline
+
+test-formats: install  ## Load datasets with the trainers' own classes; their environments are kept in ~/.cache/headrace
+	$(BIN)/pytest tests/formats
+
+chaos: install  ## Kill and stop every process in the middle of a run, and check every row: CHAOS="--samples 3000 --faults 150"
+	$(BIN)/python -m bench.chaos $(CHAOS)
+
+strategies: install  ## Three common ways of pairing dumps with samples beside headrace's, against one engine
+	$(BIN)/python -m bench.strategies
 
 check: install  ## Lint, format, types, direction of imports
 	$(BIN)/ruff check
