@@ -23,16 +23,18 @@ class Answer:
 
     `answered`: the dump must come. `refused`: a 4xx, an abort, or a 200 that is no answer of `/generate`.
     `unavailable`: no connection, or a 5xx. `dropped`: the capture core says that it cannot publish, for `reason`.
+    `blamed`: the engine passed a probe, was sent this request alone, and failed: it is the request that it fails on.
     """
 
     outcome: Outcome
     reason: str = ""
     detail: str = ""
+    blamed: bool = False
 
     @property
     def burns(self) -> bool:
-        """Whether the attempt counts: not for an engine that is away, nor for one without room."""
-        return self.outcome != "unavailable" and self.reason != Reason.NO_ROOM
+        """Whether the attempt counts: not for an engine that is away by itself, nor for one without room."""
+        return self.blamed or (self.outcome != "unavailable" and self.reason != Reason.NO_ROOM)
 
 
 def encode_body(request: str, token_ids: Sequence[int]) -> bytes:

@@ -116,7 +116,7 @@ def test_beside_an_engine_that_fails_the_other_goes_on(bus: Bus, tmp_path: Path)
         assert bus.runs.dead(RUN) == bus.runs.dead("more") == []
 
 
-def test_another_boot_of_an_engine_starts_with_nothing_held_against_it(bus: Bus, tmp_path: Path) -> None:
+def test_another_boot_of_an_engine_that_failed_is_tried_with_one_request_first(bus: Bus, tmp_path: Path) -> None:
     with Engine() as engine:
         fail(engine)
         bus.sites.register(engine.site("again"), 3600)
@@ -124,13 +124,60 @@ def test_another_boot_of_an_engine_starts_with_nothing_held_against_it(bus: Bus,
         with dispatching(bus):
             wait_until(lambda: gauge("again") == 1, what="the breaker to open")
             wait_until(lambda: view_of(bus).in_flight == 0, what="what was in flight to end")
-            engine.reply = lambda body: GOOD
+            released = threading.Event()
+
+            def hold(body: dict[str, Any]) -> tuple[int, bytes]:
+                released.wait(60)
+                return GOOD
+
+            engine.reply = hold
             asked = len(engine.asked)
             bus.sites.register(engine.site("again", boot="boot 2"), 3600)
+            wait_waiting(bus, engine.url, "was started again after it failed")
+            assert len(engine.asked) - asked <= 1
+            released.set()
             wait_until(lambda: len(engine.asked) - asked == 20, what="all samples")
             assert gauge("again") == 0
             bus.sites.unregister("again")
             wait_until(lambda: gauge("again") is None, what="the metric to go with the site")
+
+
+def test_a_prompt_on_which_an_engine_fails_each_time_burns_its_attempts_and_no_others(bus: Bus, tmp_path: Path) -> None:
+    def reply(body: dict[str, Any]) -> tuple[int, bytes]:
+        return (500, b"CUDA error") if body["rid"].startswith(f"hr-{RUN}-3-") else GOOD
+
+    with Engine(reply) as engine:
+        bus.sites.register(engine.site(max_requests=AT_ONCE), 3600)
+        submit(bus, tmp_path, [5] * AT_ONCE, max_attempts=2)
+        with dispatching(bus):
+            wait_until(lambda: len(bus.runs.dead(RUN)) == 2, 60, what="the prompt to run out of attempts")
+            assert {request.split("-")[2] for request, _, _ in bus.runs.dead(RUN)} == {"3"}
+            assert {reason for _, _, reason in bus.runs.dead(RUN)} == {"http_500"}
+
+
+def test_a_prompt_that_kills_its_engine_burns_its_attempts_over_the_boots(bus: Bus, tmp_path: Path) -> None:
+    deadly = f"hr-{RUN}-3-"
+    killed = threading.Event()
+
+    def reply(body: dict[str, Any]) -> tuple[int, bytes]:
+        if body["rid"].startswith(deadly):
+            killed.set()
+        return (502, b"nobody is there") if killed.is_set() else GOOD
+
+    with Engine(reply) as engine:
+        engine.health = lambda: 503
+        submit(bus, tmp_path, [5] * AT_ONCE, max_attempts=2)
+        with dispatching(bus):
+            for boot in range(20):
+                killed.clear()
+                bus.sites.register(engine.site(max_requests=AT_ONCE, boot=f"boot {boot}"), 3600)
+                wait_until(killed.is_set, 30, what="the engine to be killed")
+                wait_until(lambda: view_of(bus).pending + len(bus.runs.dead(RUN)) >= 1, what="the failure to be seen")
+                bus.sites.unregister("s1")
+                wait_until(lambda: gauge("s1") is None, what="the site to be forgotten")
+                if len(bus.runs.dead(RUN)) == 2:
+                    break
+            assert {request.split("-")[2] for request, _, _ in bus.runs.dead(RUN)} == {"3"}
 
 
 def test_an_engine_without_room_rests_and_is_not_taken_for_one_that_fails(bus: Bus, tmp_path: Path) -> None:

@@ -56,6 +56,11 @@ class Breaker:
     probe_at: float = 0.0
     busy: bool = False
 
+    @classmethod
+    def tried(cls) -> Breaker:
+        """Of an engine that was started again after it failed: one request is to show whether that helped."""
+        return cls(state=State.HALF_OPEN)
+
     @property
     def admits(self) -> int | None:
         """How many requests the engine may be sent now; None for any number."""

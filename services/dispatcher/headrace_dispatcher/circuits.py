@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from headrace import logs, metrics
@@ -19,7 +19,9 @@ log = logs.get(__name__)
 
 _NO_ROOM_SECONDS = 1.0  # for writers to empty the folder of an engine that had no room
 
-_Life = tuple[str, str]  # site and boot: an engine that was started again owes nothing to its former life
+_MOST_REMEMBERED = 1000  # sites that failed and are not registered
+
+_Life = tuple[str, str]  # site and boot
 
 
 @dataclass(slots=True)
@@ -43,20 +45,27 @@ class Circuits:
         self._on_crash = on_crash
         self._lock = threading.Lock()
         self._circuits: dict[_Life, _Circuit] = {}
+        self._failed: dict[str, None] = {}  # sites whose engine failed when it was last seen, oldest first
 
     def look(self, sites: Sequence[Site]) -> None:
         """Take in the sites that are registered now, and begin the probes that are due."""
         registered = {(site.site, site.boot): site.url for site in sites}
         with self._lock:
             for gone in self._circuits.keys() - registered.keys():
-                del self._circuits[gone]
+                if self._circuits.pop(gone).breaker.failures:
+                    self._failed[gone[0]] = None
                 if gone[0] not in {site for site, _ in registered}:
                     metrics.BREAKER_OPEN.remove(gone[0])
+            while len(self._failed) > _MOST_REMEMBERED:
+                del self._failed[next(iter(self._failed))]
             for life, url in registered.items():
                 circuit = self._circuits.get(life)
                 if circuit is None:
-                    circuit = self._circuits[life] = _Circuit(url)
-                    metrics.BREAKER_OPEN.labels(life[0]).set(0)
+                    # A prompt that kills its engine would kill the next life too, in the company of others.
+                    again = life[0] in self._failed
+                    self._failed.pop(life[0], None)
+                    circuit = self._circuits[life] = _Circuit(url, Breaker.tried() if again else Breaker())
+                    metrics.BREAKER_OPEN.labels(life[0]).set(int(again))
                 circuit.url = url
                 if circuit.breaker.due(time.monotonic()):
                     circuit.breaker = circuit.breaker.probing()
@@ -78,14 +87,18 @@ class Circuits:
                 circuit.epochs[str(flight.request)] = circuit.breaker.epoch
                 circuit.breaker = circuit.breaker.sent()
 
-    def answered(self, flight: Flight, answer: Answer) -> None:
-        """A request ended; this must be told before its sample and its credit may be given out again."""
+    def answered(self, flight: Flight, answer: Answer) -> Answer:
+        """A request ended; this must be told before its sample and its credit may be given out again.
+
+        Returns the answer, blamed if the request was the only one that the engine had after it passed a probe: a prompt
+        on which an engine fails each time would else be tried for ever.
+        """
         life = (flight.site, flight.boot)
         with self._lock:
             circuit = self._circuits.get(life)
             epoch = circuit.epochs.pop(str(flight.request), None) if circuit is not None else None
             if circuit is None or epoch is None:
-                return
+                return answer
             if answer.reason == Reason.NO_ROOM:
                 circuit.full_until = time.monotonic() + _NO_ROOM_SECONDS
             before = circuit.breaker
@@ -93,8 +106,9 @@ class Circuits:
                 # A time-out costs an attempt, and says more than a refused connection: one is enough.
                 at_once = answer.outcome == "timeout"
                 self._change(life, circuit, before.failed(epoch, time.monotonic(), answer.reason, at_once=at_once))
-            else:
-                self._change(life, circuit, before.answered())
+                return replace(answer, blamed=before.state is State.HALF_OPEN and epoch == before.epoch)
+            self._change(life, circuit, before.answered())
+            return answer
 
     def waiting(self, sites: Sequence[Site]) -> str:
         """Why none of these engines is sent requests, and when each is probed next; empty while one is."""
@@ -139,6 +153,8 @@ class Circuits:
 
 def _say(circuit: _Circuit) -> str:
     breaker = circuit.breaker
+    if not breaker.failures:
+        return f"engine {circuit.url} was started again after it failed, and one request is to try it"
     if breaker.state is State.HALF_OPEN:
         then = "it passed a probe, and one request is to try it"
     elif breaker.busy:

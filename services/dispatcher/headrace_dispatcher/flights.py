@@ -40,13 +40,13 @@ class Flights:
         self,
         bus: Bus,
         client: EngineClient,
-        on_answer: Callable[[Flight, Answer], None],
+        on_answer: Callable[[Flight, Answer], Answer],
         on_end: Callable[[], None],
         on_crash: Callable[[BaseException], None],
     ) -> None:
-        """`on_answer` is told of each answer before the bus is, `on_end` after it, `on_crash` of what must not happen.
+        """`on_answer` is told of each answer before the bus is, and says what the bus is told.
 
-        Once the bus knows, the sample may be claimed again.
+        `on_end` is called after that, when the sample may be claimed again; `on_crash` is told of what must not happen.
         """
         self._bus = bus
         self._client = client
@@ -106,8 +106,7 @@ class Flights:
             answer = self._client.generate(flight.url, str(flight.request), flight.token_ids)
             metrics.STAGE_SECONDS.labels("request").observe(time.monotonic() - began)
             metrics.REQUESTS.labels(flight.request.run, answer.outcome).inc()
-            self._on_answer(flight, answer)
-            self._report(flight, answer)
+            self._report(flight, self._on_answer(flight, answer))
         except BaseException as error:  # noqa: BLE001 - the main thread raises it: half a process must not live on
             self._on_crash(error)
         finally:  # whatever happened, the lease is renewed no more
