@@ -1,0 +1,78 @@
+"""The oracle of the chaos run sees what is left in Redis."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from bench.chaos.checks import Check, in_redis, settled
+from headrace.bus import Bus
+from headrace.manifest import MANIFEST_FOLDER
+from tests.support.bus_values import RUN, SITE, capture, claim, make_attempt, make_line, start_run
+
+pytestmark = pytest.mark.redis
+
+TOTAL = 3
+
+
+@pytest.fixture
+def output(bus: Bus, tmp_path: Path) -> Path:
+    """A run of which every sample is stored, and its manifest."""
+    start_run(bus, total=TOTAL, fed=TOTAL)
+    lines = [make_line(ordinal) for ordinal in range(TOTAL)]
+    bus.runs.mark_done(RUN, lines)
+    (tmp_path / MANIFEST_FOLDER).mkdir()
+    (tmp_path / MANIFEST_FOLDER / "a.jsonl").write_bytes(b"".join(line.encode() for line in lines))
+    return tmp_path
+
+
+def found(checks: Sequence[Check]) -> dict[str, int]:
+    return {check.what: check.found for check in checks if check.found}
+
+
+def test_nothing_is_found_when_all_came_to_its_end(bus: Bus, output: Path) -> None:
+    assert found(settled(bus, RUN, output, 0)) == {}
+    assert found(in_redis(bus, RUN, output)) == {}
+
+
+def test_what_is_still_held_is_found(bus: Bus, tmp_path: Path) -> None:
+    start_run(bus, total=TOTAL, fed=TOTAL)
+    first, _ = claim(bus, make_attempt(0), make_attempt(1))
+    capture(bus, first)
+    (tmp_path / f"{first}.safetensors").write_bytes(bytes(100))
+    assert found(settled(bus, RUN, tmp_path, 0)) == {
+        "runs not finished": 1,
+        "credits": 1,
+        "leases": 3,
+        "samples fed and not done": TOTAL,
+        "dumps and unfinished files": 1,
+        "bytes of dumps": 100,
+    }
+
+
+def test_books_that_differ_from_the_manifest_are_found(bus: Bus, output: Path) -> None:
+    bus.redis.hincrby(f"hr:run:{RUN}", "stored", 1)
+    (check,) = [check for check in in_redis(bus, RUN, output) if "differ" in check.what]
+    assert check.examples == ("stored: Redis 4, manifest 3",)
+
+
+def test_keys_that_nobody_named_and_those_that_would_stay_for_ever_are_found(bus: Bus, output: Path) -> None:
+    bus.redis.set("hr:other", 1, ex=60)
+    bus.redis.hset(f"hr:req:{make_attempt(0).request}", "site", SITE)
+    bus.redis.hset("hr:site:gone:credits", "request", "1 1 1")
+    bus.redis.set("rq:job:one", 1)
+    (check,) = [check for check in in_redis(bus, RUN, output) if "keys" in check.what]
+    assert check.found == 4
+
+
+def test_jobs_that_raised_or_were_left_behind_are_gone_after_the_maintenance_of_rq(bus: Bus, output: Path) -> None:
+    queue = bus.jobs.rq_queue(SITE)
+    bus.redis.zadd(queue.started_job_registry.key, {"started:1": time.time() + 3660})
+    bus.redis.zadd(queue.failed_job_registry.key, {"failed": time.time() + 600})
+    bus.redis.lpush(queue.intermediate_queue_key, "taken")
+    assert found(in_redis(bus, RUN, output)) == {}
+    bus.redis.zadd(queue.deferred_job_registry.key, {"deferred": 1})
+    assert found(in_redis(bus, RUN, output))["jobs in RQ's registries"] == 1
