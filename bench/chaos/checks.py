@@ -137,6 +137,7 @@ def _in_registries(bus: Bus) -> Iterable[str]:
         for name in queue.intermediate_queue.get_job_ids():
             bus.redis.set(queue.intermediate_queue.get_first_seen_key(name), 0, ex=60)
         queue.intermediate_queue.cleanup(worker, queue)
+        bus.redis.delete(worker.key)  # it counts what it cleaned
         registries = (queue.started_job_registry, queue.failed_job_registry, queue.finished_job_registry)
         for registry in registries:
             registry.cleanup(time.time() + _YEARS)

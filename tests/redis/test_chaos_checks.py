@@ -11,6 +11,7 @@ import pytest
 from bench.chaos.checks import Check, in_redis, settled
 from headrace.bus import Bus
 from headrace.manifest import MANIFEST_FOLDER
+from headrace.messages import StoreJob
 from tests.support.bus_values import RUN, SITE, capture, claim, make_attempt, make_line, start_run
 
 pytestmark = pytest.mark.redis
@@ -73,6 +74,9 @@ def test_jobs_that_raised_or_were_left_behind_are_gone_after_the_maintenance_of_
     bus.redis.zadd(queue.started_job_registry.key, {"started:1": time.time() + 3660})
     bus.redis.zadd(queue.failed_job_registry.key, {"failed": time.time() + 600})
     bus.redis.lpush(queue.intermediate_queue_key, "taken")
+    job = StoreJob(request=make_attempt(0).request, sample="s0", job=1, mask=(1, 2), engine="e", weight_version="w")
+    assert bus.jobs.queue_store(SITE, job)
+    bus.redis.lmove(queue.key, queue.intermediate_queue_key)
     assert found(in_redis(bus, RUN, output)) == {}
     bus.redis.zadd(queue.deferred_job_registry.key, {"deferred": 1})
     assert found(in_redis(bus, RUN, output))["jobs in RQ's registries"] == 1
