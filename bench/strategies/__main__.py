@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from bench.options import result_file
 from bench.strategies.judging import Judge, Score
 from bench.strategies.samples import VOCABULARY, Prompts
 from bench.strategies.trials import HEADRACE, STRATEGIES, Conditions, run_headrace, run_naive
@@ -37,9 +38,9 @@ def main() -> int:
         prog="python -m bench.strategies", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--samples", type=int, default=300, help="prompts in the data set")
-    parser.add_argument("--seed", type=int, default=1, help="of the prompts")
+    parser.add_argument("--seed", type=int, default=2, help="of the prompts")
     parser.add_argument("--all", action="store_true", help="run headrace under every condition, not the hardest alone")
-    parser.add_argument("--json", type=Path, help="write the figures to this file, too")
+    parser.add_argument("--json", type=result_file, help="write the figures to this file, too")
     options = parser.parse_args()
     if options.samples < 1:
         parser.error("--samples: give at least 1")

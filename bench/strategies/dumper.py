@@ -10,17 +10,14 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 from safetensors.torch import save_file
 
 from headrace_capture.config import CaptureConfig
-from headrace_capture.core import Capture
 from headrace_capture.forward import Forward
-from headrace_engine.engine import Engine
 from headrace_engine.main import main
-from headrace_engine.model import TargetModel
+from headrace_engine.settings import EngineSettings
 
 FOLDER_PREFIX, STATES, DONE = "req_", "states.safetensors", "done"
 
@@ -72,12 +69,10 @@ class Dumper:
         self._dumps += 1
 
 
-class PatchedEngine(Engine):
-    """The embedded engine, dumping instead of capturing."""
-
-    def _open_capture(self, config: CaptureConfig, model: TargetModel, content: str) -> Capture:
-        return cast("Capture", Dumper(config.dump_dir))  # what the engine uses of a capture, it has
+def open_dumper(_settings: EngineSettings, config: CaptureConfig, *_: object) -> Dumper:
+    """A dumper into the dump folder."""
+    return Dumper(config.dump_dir)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], os.environ, PatchedEngine))
+    sys.exit(main(sys.argv[1:], os.environ, open_dumper))

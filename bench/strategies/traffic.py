@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import requests
 
@@ -14,25 +15,31 @@ _NEW_TOKENS = 8
 
 
 class Traffic:
-    """Sends both at intervals until the block ends; `probes` and `chats` count what was answered."""
+    """Sends both at intervals until the block ends; `probes` and `chats` count what was answered.
+
+    Raises:
+        requests.RequestException: at the end of the block, if one was not answered well; none of its kind came after.
+    """
 
     def __init__(self, url: str, seed: int) -> None:
         self.probes = self.chats = 0
         self._url = url
         self._prompts = Prompts(seed)
         self._over = threading.Event()
-        pairs = ((self._probe, _PROBE_SECONDS), (self._chat, _CHAT_SECONDS))
-        self._threads = [threading.Thread(target=self._repeat, args=pair) for pair in pairs]
+        self._pool = ThreadPoolExecutor(2)
+        self._sending: list[Future[None]] = []
 
     def __enter__(self) -> Traffic:
-        for thread in self._threads:
-            thread.start()
+        for send, seconds in ((self._probe, _PROBE_SECONDS), (self._chat, _CHAT_SECONDS)):
+            self._sending.append(self._pool.submit(self._repeat, send, seconds))
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._over.set()
-        for thread in self._threads:
-            thread.join()
+        self._pool.shutdown()
+        if kind is None:
+            for sending in self._sending:
+                sending.result()
 
     def _repeat(self, send: Callable[[], None], seconds: float) -> None:
         while not self._over.wait(seconds):

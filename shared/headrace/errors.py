@@ -15,6 +15,10 @@ class UsageError(HeadraceError):
     exit_code = 2
 
 
+class UnknownRun(UsageError):
+    """Redis knows no run of this name; mend the name, or submit its run file again."""
+
+
 class Unavailable(HeadraceError):
     """Redis, an engine or a folder cannot be used now; the same call may succeed later."""
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import xxhash
+
+from headrace.dumps import CHECKSUM_PREFIX
 from headrace.errors import Unreadable
 from headrace.tensorfile import decode_header, encode_header, layout
 
@@ -21,23 +24,33 @@ class FinalNorm:
     weight: bytes
     eps: float
 
+    @property
+    def digest(self) -> str:
+        """xxh3-64 over all that it is, the weight's bytes, their dtype and eps, as 16 hex digits."""
+        return xxhash.xxh3_64_hexdigest(self.weight + f"{self.dtype} {self.eps!r}".encode())
+
     def encode(self) -> bytes:
-        """Encode as a safetensors file with the tensor `weight` and the metadata `eps`."""
+        """Encode as a safetensors file with the tensor `weight` and the metadata `eps` and `checksum`, the digest."""
         tensors = layout([("weight", self.dtype, (self.hidden_size,))])
-        return encode_header(tensors, {"eps": repr(self.eps)}) + self.weight
+        metadata = {"eps": repr(self.eps), "checksum": CHECKSUM_PREFIX + self.digest}
+        return encode_header(tensors, metadata) + self.weight
 
     @classmethod
     def decode(cls, data: bytes) -> FinalNorm:
-        """Decode a whole file; raises Unreadable for another form."""
+        """Decode a whole file; raises Unreadable for another form or checksum."""
         tensors, metadata, offset = decode_header(data, len(data))
         try:
             weight = tensors["weight"]
             (hidden_size,) = weight.shape
-            eps = float(metadata["eps"])
+            eps, checksum = float(metadata["eps"]), metadata["checksum"]
         except (KeyError, ValueError) as error:
-            raise Unreadable(f"a final norm holds `weight` [D] and `eps`: {type(error).__name__}: {error}") from error
+            problem = f"{type(error).__name__}: {error}"
+            raise Unreadable(f"a final norm holds `weight` [D], `eps` and `checksum`: {problem}") from error
         if len(tensors) > 1:
             raise Unreadable(f"a final norm holds `weight` alone, not {str(sorted(tensors))[:200]}")
         if weight.dtype not in _DTYPES or not (math.isfinite(eps) and eps >= 0):
             raise Unreadable(f"a final norm's weight is {weight.dtype}, its eps {eps}")
-        return cls(dtype=weight.dtype, hidden_size=hidden_size, weight=data[offset:], eps=eps)
+        norm = cls(dtype=weight.dtype, hidden_size=hidden_size, weight=data[offset:], eps=eps)
+        if checksum != CHECKSUM_PREFIX + norm.digest:
+            raise Unreadable(f"damaged: checksum {checksum[:40]!r}, its content has {CHECKSUM_PREFIX + norm.digest}")
+        return norm

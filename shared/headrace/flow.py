@@ -62,8 +62,11 @@ def can_ever_fit(caps: Caps, tokens: int, dump_bytes: int) -> bool:
 
 
 def too_many_mismatches(verdicts: int, mismatches: int, *, limit: float, least: int) -> bool:
-    """Whether the share of mismatches is over `limit`, or will be whatever follows, once there are `least` verdicts."""
-    return mismatches - limit * max(verdicts, least) > _ROUNDING
+    """Whether the share of mismatches is over `limit`, or will be whatever follows, once there are `least` verdicts.
+
+    Each mismatch is a verdict, also where fewer verdicts were counted: a limit of 1 is never passed.
+    """
+    return mismatches - limit * max(verdicts, mismatches, least) > _ROUNDING
 
 
 def feed_size(window: int, waiting: int, batch: int) -> int:

@@ -14,6 +14,8 @@ HEADERS = {"Content-Type": "application/json"}
 # The field of `meta_info` in which the capture core says what it could not publish.
 META_FIELD, DROPPED = "headrace", "dropped:"
 
+_ABORTED, _BAD_REQUEST = "aborted", "http_400"  # what SGLang says of a request that it looked at
+
 Outcome = Literal["answered", "refused", "unavailable", "timeout", "dropped"]
 
 
@@ -23,18 +25,21 @@ class Answer:
 
     `answered`: the dump must come. `refused`: a 4xx, an abort, or a 200 that is no answer of `/generate`.
     `unavailable`: no connection, or a 5xx. `dropped`: the capture core says that it cannot publish, for `reason`.
-    `blamed`: the engine passed a probe, was sent this request alone, and failed: it is the request that it fails on.
     """
 
     outcome: Outcome
     reason: str = ""
     detail: str = ""
-    blamed: bool = False
 
     @property
     def burns(self) -> bool:
         """Whether the attempt counts: not for an engine that is away by itself, nor for one without room."""
-        return self.blamed or (self.outcome != "unavailable" and self.reason != Reason.NO_ROOM)
+        return self.outcome != "unavailable" and self.reason != Reason.NO_ROOM
+
+    @property
+    def computing(self) -> bool:
+        """Whether it shows the engine at work. What a proxy before it may have said itself does not."""
+        return self.outcome in ("answered", "dropped") or self.reason in (_ABORTED, _BAD_REQUEST)
 
 
 def encode_body(request: str, token_ids: Sequence[int]) -> bytes:
@@ -69,7 +74,7 @@ def read_answer(status: int, content: bytes) -> Answer:
         reason = word if word in LOST_REASONS else Reason.INTERNAL
         return Answer(outcome="dropped", reason=reason, detail=dropped[:300])
     if isinstance(finish, dict) and finish.get("type") == "abort":
-        return Answer(outcome="refused", reason="aborted", detail=str(finish.get("message", ""))[:300])
+        return Answer(outcome="refused", reason=_ABORTED, detail=str(finish.get("message", ""))[:300])
     return Answer(outcome="answered")
 
 

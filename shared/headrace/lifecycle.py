@@ -29,7 +29,7 @@ class Event(StrEnum):
     CLAIM = "claim"
     """A dispatcher takes the sample for one attempt."""
     RELEASE = "release"
-    """The attempt did not count: no connection, a 5xx, no room."""
+    """The attempt did not count: no room, or a failure of the engine that need not be the sample's."""
     FAIL = "fail"
     """The attempt counts and brought nothing: an error, a refusal, a lapsed lease."""
     EXHAUST = "exhaust"
@@ -67,7 +67,7 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
         Event.EXHAUST: State.FAILED,
         Event.STORE: State.DONE,
     },
-    State.FAILED: {Event.RECORD: State.GIVEN_UP, Event.STORE: State.DONE},
+    State.FAILED: {Event.RECORD: State.GIVEN_UP, Event.STORE: State.DONE, Event.REOPEN: State.PENDING},
     State.REJECTED: {Event.RECORD: State.DONE, Event.STORE: State.DONE},
     State.GIVEN_UP: {Event.STORE: State.DONE, Event.REOPEN: State.PENDING},
     State.DONE: {},

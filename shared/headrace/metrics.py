@@ -26,7 +26,7 @@ STAGE_SECONDS = Histogram(
 )
 RUN_PAUSED = Gauge("headrace_run_paused", "1 while the run is paused", ["run"])
 SITE_UP = Gauge("headrace_site_up", "1 while the site is registered", ["site"])
-BREAKER_OPEN = Gauge("headrace_breaker_open", "1 while an engine that failed gets no requests, or one", ["site"])
+BREAKER_OPEN = Gauge("headrace_breaker_open", "1 while an engine that failed gets no requests", ["site"])
 
 STAGES = ("request", "judge", "store")
 LAPSED = ("lapsed", "no_dump", "dump_gone")

@@ -63,9 +63,9 @@ class Settings(BaseSettings):
     window: Count = Field(default=1000, description="samples of a run that are fed and not done")
     reap_seconds: Seconds = 1.0
     mismatch_limit: float = Field(
-        default=0.05, gt=0, le=1, allow_inf_nan=False, description="share of verdicts that pauses a run; 1: never"
+        default=0.05, gt=0, le=1, allow_inf_nan=False, description="share of mismatches that pauses a run; 1: never"
     )
-    mismatch_verdicts: Count = Field(default=50, description="over at least so many verdicts")
+    mismatch_verdicts: Count = Field(default=50, description="over at least so many samples' first attempts")
     drain_seconds: Pause = Field(default=20.0, description="for requests in flight, after SIGTERM")
 
     lease_in_flight_seconds: Seconds = 30.0

@@ -56,16 +56,18 @@ def test_a_folder_at_its_cap_loses_nothing_and_is_never_over_it(tmp_path: Path, 
 
 
 def fill_and_empty(stack: Stack, bus: Bus, dumps: Path) -> None:
-    """Stop the writer until the folder is full, and let it go on until there is room again."""
+    """Stop the writer until the folder is full, and let it go on until there is room; nothing is sent meanwhile."""
     os.kill(stack.pid("writer"), signal.SIGSTOP)
     try:
         wait_until(lambda: used(dumps) > FULL, 60, "the folder to fill up to its cap")
         view = bus.runs.get("test")
         assert view is not None
         assert view.open > 0
+        bus.runs.pause("test", "until there is room")
     finally:
         os.kill(stack.pid("writer"), signal.SIGCONT)
     wait_until(lambda: used(dumps) < EMPTY, 60, "the writer to make room")
+    assert bus.runs.activate("test") == "active"
 
 
 @contextmanager

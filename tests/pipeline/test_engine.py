@@ -193,6 +193,7 @@ def test_a_prefix_cache_is_told_and_what_comes_from_it_is_lost_by_name(tiny: Pat
     with EngineProcess(tmp_path, *flags, environ={"HEADRACE_DUMP_DIR": str(dump_dir)}) as engine:
         engine.wait_ready()
         assert engine.info()["disable_radix_cache"] is False
+        warm = engine.info()["headrace"]["requests"]["cached_tokens"]
         ids = random_ids(30, seed=1)
 
         def meta(nonce: str, extra_key: str) -> dict[str, Any]:
@@ -205,6 +206,7 @@ def test_a_prefix_cache_is_told_and_what_comes_from_it_is_lost_by_name(tiny: Pat
         assert [each["cached_tokens"] for each in (first, again, own)] == [0, 29, 0]
         assert [each.get("headrace") for each in (first, again, own)] == [None, "dropped:prefix_cached", None]
         wait_dump(dump_dir, own["id"])
+        assert engine.info()["headrace"]["requests"]["cached_tokens"] == warm + 2 * len(ids)
 
 
 def test_full_queue_limit_and_sigterm(tiny: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,41 @@ def test_the_answer_says_nothing_of_states_that_are_withheld_or_spoilt(asked: Re
             asked.assert_nothing_comes(rid)
         else:
             wait_until((asked.dump_dir / f"{rid}{DUMP_SUFFIX}").exists, what=kind)
+
+
+def test_a_fault_acts_beside_a_prefix_cache_as_without(tiny: Path, tmp_path: Path) -> None:
+    plan = write_plan(tmp_path / "plan.toml", {"kind": "duplicate_rid", "run": "dup"}, {"kind": "abort", "run": "gone"})
+    flags = ("--model", str(tiny), "--chunk-tokens", str(CHUNK), "--prefix-cache", "10000", "--faults", str(plan))
+    ids, dumps = random_ids(100, seed=1), tmp_path / "dumps"
+    with EngineProcess(tmp_path, *flags, environ={"HEADRACE_DUMP_DIR": str(dumps)}) as engine:
+        assert engine.wait_ready().generate(ids).status_code == 200  # somebody else's, without an extra key
+        rid = str(RequestId.make("dup", 1, "abcd0123", ids))
+        body = {"input_ids": ids, "rid": rid, "extra_key": rid, "sampling_params": {"max_new_tokens": 0}}
+        assert engine.post("/generate", body).status_code == 400
+        wait_until((dumps / f"{rid}{DUMP_SUFFIX}").exists, what="the first one's dump")
+        rid = str(RequestId.make("gone", 1, "abcd0123", ids))
+        meta = engine.generate(ids, rid).json()["meta_info"]
+        assert (meta["cached_tokens"], meta["finish_reason"]["type"]) == (99, "abort")
+        assert not (dumps / f"{rid}{DUMP_SUFFIX}").exists()
+
+
+def test_a_request_that_is_refused_anyway_is_no_hit(tiny: Path, tmp_path: Path) -> None:
+    plan = write_plan(
+        tmp_path / "plan.toml", {"kind": "nan", "run": "bad"}, {"kind": "hang", "run": "hang", "seconds": 3600}
+    )
+    flags = ("--model", str(tiny), "--max-queued", "1", "--context-length", "106", "--faults", str(plan))
+    with EngineProcess(tmp_path, *flags) as engine, ThreadPoolExecutor(1) as pool:
+        engine.wait_ready()
+        for ordinal, ids in enumerate(([], [-1], [1_000_000], random_ids(101, seed=1))):
+            rid = str(RequestId.make("bad", ordinal, "abcd0123", [5, 6]))
+            assert engine.generate(ids, rid).status_code == 400
+        ids = random_ids(9, seed=2)
+        hung = pool.submit(engine.generate, ids, str(RequestId.make("hang", 0, "abcd0123", ids)))
+        wait_until(lambda: engine.in_flight() == 1, what="the queue to be full")
+        assert engine.generate(ids, str(RequestId.make("bad", 9, "abcd0123", ids))).status_code == 503
+        assert [hit["kind"] for hit in hits_of(plan)] == ["hang"]
+        engine.terminate()  # which ends the hang
+        wait_until(hung.done, what="the request that hung to be over")
 
 
 @pytest.mark.parametrize("tokens", [1, 40, 150])

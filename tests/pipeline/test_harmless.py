@@ -16,7 +16,7 @@ pytestmark = pytest.mark.pipeline
 HIT = [2, 5]
 SLOW = 3.0
 KINDS = ("repeated_part", "disordered_parts", "slow", "cut", "duplicate_rid", "late", "escaping_id")
-SECONDS = {"slow": SLOW, "late": GRACE + 1}
+SECONDS = {"slow": SLOW, "late": GRACE + 6}
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +64,8 @@ def test_an_id_that_is_refused_as_in_flight_burns_an_attempt_unless_its_dump_is_
 
 def test_a_dump_that_comes_after_its_grace_costs_an_attempt_and_does_no_harm(place: Provoked) -> None:
     view = extract(place, "late", max_attempts=2)
-    assert set(view.reasons) <= {"no_dump", "duplicate"}
-    assert place.burnt("late") == ["no_dump"] * view.reasons.get("no_dump", 0)
+    assert place.burnt("late") == ["no_dump"] * 2
+    assert {**view.reasons, "duplicate": 0} == {"no_dump": 2, "duplicate": 0}
 
 
 def test_an_id_that_leads_out_of_the_folder_is_never_written_anywhere(place: Provoked) -> None:

@@ -27,9 +27,9 @@ from tests.support.pipeline import (
 
 pytestmark = pytest.mark.pipeline
 
-SAMPLES, BAD = 60, [4, 17, 18, 33, 59]
+# However often two samples of 60 fail, the run stays below the default limit of mismatches.
+SAMPLES, BAD = 60, [17, 59]
 ATTEMPTS = 2
-UNLIMITED = {"HEADRACE_MISMATCH_LIMIT": "1"}  # no pause for what is provoked here
 
 
 def try_again(bus: Bus, run_file: Path) -> RunView:
@@ -43,7 +43,7 @@ def test_samples_that_failed_are_tried_again_until_all_are_stored_right(
     data = write_samples(tmp_path / "data.jsonl", SAMPLES, seed=8)
     run_file = write_run_file(tmp_path, data, tiny, max_attempts=ATTEMPTS)
     plan = write_plan(tmp_path / "plan.toml", {"kind": "nan", "ordinals": BAD, "times": 99})
-    stack = make_stack(tmp_path / "stack", tiny, engine=("--faults", str(plan)), environ=UNLIMITED)
+    stack = make_stack(tmp_path / "stack", tiny, engine=("--faults", str(plan)))
     output = tmp_path / "dataset"
     with running(stack) as bus:
         submit(bus, run_file)

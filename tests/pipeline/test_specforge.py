@@ -20,6 +20,7 @@ from tests.support.pipeline import (
     assert_right,
     make_stack,
     running,
+    stopped,
     submit,
     wait_finished,
     wait_stored,
@@ -27,6 +28,7 @@ from tests.support.pipeline import (
     write_samples,
 )
 from tests.support.verified import check, only
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.pipeline
 
@@ -54,14 +56,19 @@ def test_a_writer_killed_in_a_run_of_specforges_format_costs_no_row_and_stores_n
 ) -> None:
     data = write_samples(tmp_path / "data.jsonl", SAMPLES, seed=11)
     run_file = write_run_file(tmp_path, data, tiny, format="specforge")
-    stack = make_stack(tmp_path / "stack", tiny)
+    # The dump folder has no room for all samples: while the writer is stopped, some are left to be sent.
+    stack = make_stack(tmp_path / "stack", tiny, environ={"HEADRACE_DUMP_CAP_BYTES": str(4 << 20)})
     output = tmp_path / "dataset"
     with running(stack) as bus:
-        submit(bus, run_file)
-        stored = wait_stored(bus, "test", 10).stored
-        assert stored < SAMPLES, "the run ended before the writer was killed"
+        with stopped(stack, "writer"):
+            submit(bus, run_file)
+            (site,) = bus.sites.names()
+            wait_until(lambda: bus.sites.storing(site)[0] >= 15, 60, "dumps to wait for the writer")
+            bus.runs.pause("test", "until the writer is killed")
+        assert 5 <= wait_stored(bus, "test", 5).stored < SAMPLES
         stack.kill("writer")
         stack.start("writer")
+        bus.runs.activate("test")
         view = wait_finished(bus, "test")
         assert_nothing_left(stack, bus, "test")
     assert_right(view, output, tiny)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fnmatch import fnmatch
 from typing import Any
 
@@ -12,8 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
 from headrace.bus import Bus, keys
+from headrace.bus.values import Burn
 from headrace.ids import RequestId
 from headrace.lifecycle import State
+from headrace_dispatcher.mismatches import MismatchLimit
 from tests.support.bus_machine import ENGINE, OTHER, SITES, TOTAL, Driven, Notes
 from tests.support.bus_model import BusModel
 from tests.support.bus_values import BOOT, LONG, RUN, make_line, make_site, make_spec
@@ -91,22 +92,23 @@ class BusMachine(Driven):
         self._reopen(chosen, twice)
         self._compare()
 
+    @rule(forgotten=st.lists(ordinals, unique=True), twice=st.booleans())
+    def note_failed(self, forgotten: list[int], twice: bool) -> None:
+        self._note_failed(forgotten, twice)
+        self._compare()
+
     @rule(
-        what=st.sampled_from(["mark", "mark", "pause", "pause late", "go on"]),
+        what=st.sampled_from(["look", "look", "look late", "resume"]),
+        share=st.sampled_from([0.25, 0.5, 1.0]),
         least=st.integers(1, 3),
         twice=st.booleans(),
     )
-    def watch_verdicts(self, what: str, least: int, twice: bool) -> None:
-        window = self.notes.window(self.model.counts)
+    def watch_verdicts(self, what: str, share: float, least: int, twice: bool) -> None:
         for _ in range(1 + twice):
-            match what:
-                case "mark":
-                    self.notes.mark(self.model.counts, least)
-                    self.bus.runs.mark_verdicts(RUN, least)
-                case "go on":
-                    self._activate()
-                case _:
-                    self._pause_for(replace(window, since=window.since - 1) if what == "pause late" else window)
+            if what == "resume":
+                self._resume()
+            else:
+                self._watch_verdicts(MismatchLimit(share=share, least=least), late=what == "look late")
         self._compare()
 
     @rule(ordinal=ordinals, reason=st.sampled_from(["exceeds_engine", "odd|name"]), twice=st.booleans())
@@ -123,11 +125,12 @@ class BusMachine(Driven):
         waiting = self.model.pending or [0]
         chosen = {waiting[(start + step) % len(waiting)] for step in range(count)}
         attempts = [self._attempt(ordinal, reuse=old) for ordinal in sorted(chosen)]
+        held = self.model.load(site).requests
         expected = self.model.claim(site, BOOT, attempts)
         for _ in range(1 + twice):
             assert self.bus.requests.claim(RUN, site, BOOT, attempts) == expected
         load, caps = self.model.load(site), make_site(site).caps
-        if "claimed" in expected:
+        if load.requests > held:  # a claim that is repeated finds what was measured since
             assert load.requests <= caps.requests
             assert load.tokens <= caps.tokens
             assert load.promised_bytes + load.measured_bytes <= caps.dump_bytes
@@ -148,21 +151,38 @@ class BusMachine(Driven):
     @precondition(lambda self: self.names)
     @rule(
         pick=picks,
-        live=st.booleans(),
-        burn=st.booleans(),
+        which=st.sampled_from(["live", "captured", "any"]),
+        burn=st.sampled_from([True, False, "if_alone", "if_alone"]),
         kind=st.sampled_from(["mismatch", "loss", "error"]),
         reason=st.sampled_from(["token_content", "no_room", "timeout"]),
         unless=st.booleans(),
         twice=st.booleans(),
     )
-    def end(self, pick: int, live: bool, burn: bool, kind: Any, reason: str, unless: bool, twice: bool) -> None:
-        name = self._name(pick, self.model.in_flight if live else None)
+    def end(self, pick: int, which: str, burn: Burn, kind: Any, reason: str, unless: bool, twice: bool) -> None:
+        name = self._name(pick, {"live": self.model.in_flight, "captured": self.model.captured}.get(which))
         expected = self.model.end(name, burn=burn, kind=kind, reason=reason, unless_captured=unless)
         for _ in range(1 + twice):
             answer = self.bus.requests.end(
                 RequestId.parse(name), burn=burn, kind=kind, reason=reason, unless_captured=unless
             )
             assert answer == expected
+        self._compare()
+
+    @rule(pick=picks, share=st.sampled_from([0.25, 1.0]), resumed=st.booleans())
+    def refuse_proven(self, pick: int, share: float, resumed: bool) -> None:
+        """The writer refuses a dump whose verdict counted long ago, and a reaper looks at the window."""
+        attempts = [self._attempt(ordinal) for ordinal in self.model.pending[:1]]
+        assert self.bus.requests.claim(RUN, SITES[0], BOOT, attempts) == self.model.claim(SITES[0], BOOT, attempts)
+        for attempt in attempts:
+            self._capture(attempt.request, ENGINE, False)
+        if resumed:
+            self._resume()
+        if self.model.captured:
+            name = self._name(pick, self.model.captured)
+            expected = self.model.end(name, burn=True, kind="mismatch", reason="corrupt")
+            answer = self.bus.requests.end(RequestId.parse(name), burn=True, kind="mismatch", reason="corrupt")
+            assert answer == expected
+        self._watch_verdicts(MismatchLimit(share=share, least=1), late=False)
         self._compare()
 
     @precondition(lambda self: self.names)

@@ -127,6 +127,46 @@ def test_a_claim_that_is_sent_again_after_its_attempt_ended_is_not_granted(bus: 
     assert bus.requests.claim(RUN, SITE, BOOT, [make_attempt(0, "bbbbbbbb")]) == ["claimed"]
 
 
+def test_a_failure_that_may_be_the_engines_burns_only_of_a_request_that_had_it_to_itself(bus: Bus) -> None:
+    start_run(bus, sites=[make_site(), make_site("siteb")])
+
+    def burns(request: RequestId) -> bool:
+        before = len(bus.runs.dead(RUN))
+        for _ in range(2):
+            assert bus.requests.end(request, burn="if_alone", kind="error", reason="http_500") == "pending"
+        return len(bus.runs.dead(RUN)) > before
+
+    (older,) = claim(bus, make_attempt(0))
+    claim(bus, make_attempt(1), site="siteb")
+    (younger,) = claim(bus, make_attempt(2))
+    (third,) = claim(bus, make_attempt(3))
+    for request in (older, younger, third):
+        assert not burns(request), "also the last one, though the others have ended"
+    (alone,) = claim(bus, make_attempt(0, "bbbbbbbb"))
+    bus.requests.renew(RUN, [str(alone)])
+    assert burns(alone)
+
+    (answered,) = claim(bus, make_attempt(0, "cccccccc"))
+    bus.requests.answered(RUN, str(answered))
+    (beside,) = claim(bus, make_attempt(2, "bbbbbbbb"))
+    bus.requests.stored(answered, SITE, 1)
+    assert not burns(beside), "the engine had not computed it yet for all that anybody knew"
+
+
+@pytest.mark.parametrize("renewed", [True, False])
+def test_a_request_whose_credit_lapsed_was_not_alone_for_all_that_is_known(bus: Bus, renewed: bool) -> None:
+    start_run(bus)
+    (lapsed,) = claim(bus, make_attempt(0))
+    bus.redis.hset(keys.credits(SITE), str(lapsed), "3 300 1")
+    bus.requests.reap_site(SITE)
+    (other,) = claim(bus, make_attempt(1))
+    if renewed:
+        bus.requests.renew(RUN, [str(lapsed)])
+    for request in (lapsed, other)[: 1 + renewed]:
+        assert bus.requests.end(request, burn="if_alone", kind="error", reason="http_500") == "pending"
+    assert bus.runs.dead(RUN) == []
+
+
 def test_a_lapsed_attempt_is_ended_by_the_reaper_and_says_whether_the_engine_had_answered(bus: Bus) -> None:
     start_run(bus)
     silent, answered = claim(bus, make_attempt(0), make_attempt(1))
@@ -204,8 +244,8 @@ def test_scripts_survive_a_server_that_lost_them(bus: Bus) -> None:
 OF_REDIS_6_2 = {
     *("DEL", "EXISTS", "PERSIST", "PEXPIRE", "TIME"),
     *("BITPOS", "GETBIT", "SETBIT"),
-    *("HDEL", "HEXISTS", "HGET", "HGETALL", "HINCRBY", "HLEN", "HMGET", "HSET", "HSETNX", "HVALS"),
-    *("LREM", "RPUSH"),
+    *("HDEL", "HEXISTS", "HGET", "HGETALL", "HINCRBY", "HKEYS", "HLEN", "HMGET", "HSET", "HSETNX", "HVALS"),
+    *("LLEN", "LREM", "RPUSH"),
     *("SADD", "SMEMBERS", "SREM"),
     *("XADD",),
     *("ZADD", "ZCARD", "ZRANGEBYSCORE", "ZREM", "ZSCORE"),

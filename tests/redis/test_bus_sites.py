@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from headrace.bus import Bus, keys
+from headrace.errors import Unreadable
 from headrace.flow import Load
 from tests.support.bus_values import (
     IDENTITY,
@@ -46,6 +47,38 @@ def test_a_registration_is_replaced_whole(bus: Bus) -> None:
     bus.redis.hset(keys.site(SITE), "stale", "1")
     bus.sites.register(make_site(boot="boot2"), ttl=3600)
     assert bus.redis.hget(keys.site(SITE), "stale") is None
+
+
+def test_a_registration_of_the_first_version_publishes_no_final_norm(bus: Bus) -> None:
+    bus.sites.register(make_site(), ttl=3600)
+    bus.redis.hdel(keys.site(SITE), "final_norm")
+    assert bus.sites.registered() == [make_site(final_norm=False)]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("fingerprint", None),
+        ("max_tokens", "many"),
+        ("boundaries", "7"),
+        ("boundaries", "["),
+        ("url", b"\xff"),
+        ("dtype", "I8"),
+        ("dump_cap_bytes", "0"),
+    ],
+)
+def test_a_registration_of_another_version_takes_nothing_and_the_others_go_on(
+    bus: Bus, field: str, value: str | bytes | None
+) -> None:
+    bus.sites.register(make_site(), ttl=3600)
+    bus.sites.register(make_site("other"), ttl=3600)
+    if value is None:
+        bus.redis.hdel(keys.site(SITE), field)
+    else:
+        bus.redis.hset(keys.site(SITE), field, value)
+    assert bus.sites.registered() == [make_site("other")]
+    with pytest.raises(Unreadable, match=f"{SITE} cannot be read .* upgrade both"):
+        bus.sites.get(SITE)
 
 
 def test_an_unregistered_site_takes_nothing_but_what_was_captured_there_is_stored(bus: Bus) -> None:

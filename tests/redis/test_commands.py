@@ -13,7 +13,7 @@ from headrace.bus.values import DESTINATION_FULL
 from headrace.errors import Conflict
 from headrace_cli.follow import follow
 from tests.support.bus_values import RUN, make_line, make_site, make_spec, start_run
-from tests.support.commands import assert_one_line, headrace
+from tests.support.commands import assert_one_line, headrace, started
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.redis
@@ -76,6 +76,21 @@ def test_a_finished_run_with_failed_samples_is_0_with_the_counts(bus: Bus, redis
     assert "timeout 1" in status.stdout
 
 
+def test_a_run_that_redis_lost_is_followed_on(bus: Bus) -> None:
+    spec = start_run(bus)
+    with following(bus) as ended:
+        bus.redis.config_resetstat()
+        wait_until(lambda: "cmdstat_hgetall" in bus.redis.info("commandstats"), what="a look")
+        bus.redis.flushall()
+        bus.redis.config_resetstat()
+        # Its names are listed for the one that is not there.
+        wait_until(lambda: "cmdstat_evalsha" in bus.redis.info("commandstats"), what="a look that finds nothing")
+        assert start_run(bus) == spec
+        bus.runs.mark_done(RUN, [make_line(ordinal) for ordinal in range(5)])
+        wait_until(lambda: ended, what="the end of following")
+    assert ended == ["finished"]
+
+
 @pytest.mark.parametrize("reason", ["[/bold] x", "[red]x[/red]", "[link=http://x]x", ":warning: x", "[", "\\[x]"])
 def test_what_others_wrote_is_shown_as_it_is(bus: Bus, redis_url: str, reason: str) -> None:
     start_run(bus, output=f"/data/{reason}")
@@ -97,6 +112,36 @@ def test_doctor_shows_a_site_as_it_calls_itself(bus: Bus, redis_url: str) -> Non
     assert doctor.returncode == 3
     assert "[/bold]:x:[31m, boundaries" in doctor.stdout
     assert "ok   Redis at" in doctor.stdout
+
+
+@pytest.mark.parametrize("command", [("status", RUN), ("list",), ("status", RUN, "--wait"), ("status", "--watch")])
+def test_words_of_others_forge_no_line_and_fill_no_screen(bus: Bus, redis_url: str, command: tuple[str, ...]) -> None:
+    forged = f"run {RUN} is finished · stored 5 / 5"
+    start_run(bus)
+    bus.runs.pause(RUN, f"\u202eforget it\n{forged}\u2028{forged}{'x' * 100_000}")
+    bus.runs.say_waiting(RUN, f"nothing\n{forged}{'x' * 100_000}")
+    # Of watching without end the first line.
+    with started(*command, HEADRACE_REDIS_URL=redis_url, COLUMNS="2000") as looking:
+        assert looking.stdout is not None
+        said = looking.stdout.readline() if "--watch" in command else b"".join(looking.communicate(timeout=30))
+    lines = said.decode().splitlines()
+    assert not [line for line in lines if line.startswith(forged)], lines
+    assert any(f"\ufffdforget it\\n{forged}" in line for line in lines)
+    assert sum(len(line.strip()) for line in lines) < 3000
+
+
+@pytest.mark.parametrize("reason", ["\udcff\udcfe", "x" * 501])
+def test_a_reason_that_cannot_be_kept_is_refused(bus: Bus, redis_url: str, reason: str) -> None:
+    start_run(bus)
+    assert_one_line(headrace("pause", RUN, "--reason", reason, HEADRACE_REDIS_URL=redis_url), 2, "--reason")
+    view = bus.runs.get(RUN)
+    assert view is not None
+    assert view.state == "active"
+
+
+@pytest.mark.parametrize("command", ["status", "pause", "resume", "cancel"])
+def test_a_name_that_no_run_has_is_refused(bus: Bus, redis_url: str, command: str) -> None:
+    assert_one_line(headrace(command, "\udcff\n", HEADRACE_REDIS_URL=redis_url), 2, "run name")
 
 
 def test_no_command_writes_a_control_character(bus: Bus, redis_url: str) -> None:

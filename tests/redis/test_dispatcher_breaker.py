@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 from headrace.bus import Bus
+from headrace.ids import RequestId
 from headrace_dispatcher.breaker import FAILURES
-from tests.support.bus_values import LONG
+from tests.support.bus_values import LONG, make_attempt
 from tests.support.dispatching import Engine, dispatching, submit, view_of
 from tests.support.stores import RUN
 from tests.support.waiting import wait_until
@@ -59,7 +61,7 @@ def test_an_engine_that_fails_gets_few_requests_then_one_and_then_all(bus: Bus, 
             wait_until(lambda: engine.probed >= 2, what="two probes")
             sent = len(engine.asked)
             assert sent < AT_ONCE + FAILURES
-            wait_waiting(bus, engine.url, "after a probe that brought http_503", "probed next at")
+            wait_waiting(bus, engine.url, "a probe that brought http_503", "probed until it passes")
             assert gauge("failing") == 1
 
             released = threading.Event()
@@ -69,9 +71,10 @@ def test_an_engine_that_fails_gets_few_requests_then_one_and_then_all(bus: Bus, 
                 return GOOD
 
             engine.reply, engine.health = hold, lambda: 200
-            wait_waiting(bus, engine.url, "one request is to try it")
             wait_until(lambda: len(engine.asked) == sent + 1, what="the one request")
             assert view_of(bus).in_flight == 1
+            wait_waiting(bus, engine.url, "then tried with one request")
+            assert gauge("failing") == 0
             released.set()
             wait_until(lambda: len(engine.asked) == sent + AT_ONCE, what="a full engine")
             wait_until(lambda: not view_of(bus).waiting_for, what="the run to wait for nothing")
@@ -93,7 +96,7 @@ def test_an_engine_that_hangs_burns_what_was_in_flight_and_no_more(bus: Bus, tmp
         submit(bus, tmp_path, [5] * 20, max_attempts=9)
         with dispatching(bus, engine_timeout_seconds=1):
             wait_until(lambda: engine.probed >= 3, 60, what="three probes")
-            wait_waiting(bus, engine.url, "after a probe without an answer in 1 s")
+            wait_waiting(bus, engine.url, "a probe without an answer in 1 s")
             assert view_of(bus).reasons == {"timeout": AT_ONCE}
             assert len(bus.runs.dead(RUN)) == len(engine.asked) == AT_ONCE
             released.set()
@@ -142,9 +145,15 @@ def test_another_boot_of_an_engine_that_failed_is_tried_with_one_request_first(b
             wait_until(lambda: gauge("again") is None, what="the metric to go with the site")
 
 
+def stored(bus: Bus, body: dict[str, Any]) -> tuple[int, bytes]:
+    """A good answer to a request whose row is there at once."""
+    bus.requests.stored(RequestId.parse(body["rid"]), "s1", 1)
+    return GOOD
+
+
 def test_a_prompt_on_which_an_engine_fails_each_time_burns_its_attempts_and_no_others(bus: Bus, tmp_path: Path) -> None:
     def reply(body: dict[str, Any]) -> tuple[int, bytes]:
-        return (500, b"CUDA error") if body["rid"].startswith(f"hr-{RUN}-3-") else GOOD
+        return (500, b"CUDA error") if body["rid"].startswith(f"hr-{RUN}-3-") else stored(bus, body)
 
     with Engine(reply) as engine:
         bus.sites.register(engine.site(max_requests=AT_ONCE), 3600)
@@ -162,7 +171,7 @@ def test_a_prompt_that_kills_its_engine_burns_its_attempts_over_the_boots(bus: B
     def reply(body: dict[str, Any]) -> tuple[int, bytes]:
         if body["rid"].startswith(deadly):
             killed.set()
-        return (502, b"nobody is there") if killed.is_set() else GOOD
+        return (502, b"nobody is there") if killed.is_set() else stored(bus, body)
 
     with Engine(reply) as engine:
         engine.health = lambda: 503
@@ -178,6 +187,43 @@ def test_a_prompt_that_kills_its_engine_burns_its_attempts_over_the_boots(bus: B
                 if len(bus.runs.dead(RUN)) == 2:
                     break
             assert {request.split("-")[2] for request, _, _ in bus.runs.dead(RUN)} == {"3"}
+
+
+def test_what_fails_beside_a_request_of_another_dispatcher_burns_nothing(bus: Bus, tmp_path: Path) -> None:
+    with Engine(lambda body: (500, b"CUDA error")) as engine:
+        site = engine.site(max_requests=AT_ONCE)
+        bus.sites.register(site, 3600)
+        submit(bus, tmp_path, [5] * AT_ONCE, max_attempts=9)
+        assert bus.runs.feed(RUN, 0, [""] * AT_ONCE) == AT_ONCE
+        other = make_attempt(0, tokens=5, run=RUN)
+        assert bus.requests.claim(RUN, site.site, site.boot, [other]) == ["claimed"]
+        with dispatching(bus):
+            wait_until(lambda: engine.probed >= 2, 60, what="the engine to be tried, and probed again")
+            assert bus.runs.dead(RUN) == []
+            request = RequestId.parse(other.request)
+            assert bus.requests.end(request, burn=False, kind="error", reason="connection") == "pending"
+            wait_until(lambda: bus.runs.dead(RUN), 60, what="one that fails alone to burn")
+
+
+def test_an_engine_behind_a_proxy_that_answers_for_it_burns_what_was_in_flight_at_most(
+    bus: Bus, tmp_path: Path
+) -> None:
+    answers = itertools.cycle([(503, b""), (503, b""), (200, b"<html>come back later</html>")])
+    with Engine(lambda body: next(answers)) as engine:
+        engine.health = lambda: 503
+        bus.sites.register(engine.site(max_requests=AT_ONCE), 3600)
+        submit(bus, tmp_path, [5] * 50, max_attempts=9)
+        with dispatching(bus):
+            wait_until(lambda: engine.probed >= 1, 60, what="a probe")
+            wait_until(lambda: view_of(bus).in_flight == 0, what="what was in flight to end")
+            assert len(engine.asked) < AT_ONCE + FAILURES
+            assert len(bus.runs.dead(RUN)) <= AT_ONCE
+            assert {reason for _, _, reason in bus.runs.dead(RUN)} == {"bad_answer"}
+            asked, dead = len(engine.asked), len(bus.runs.dead(RUN))
+            answers = itertools.repeat((200, b"<html>come back later</html>"))
+            engine.health = lambda: 200  # the proxy's, too
+            wait_until(lambda: len(bus.runs.dead(RUN)) == dead + 2, 60, what="two trials")
+            assert len(engine.asked) == asked + 2, "one burns a trial"
 
 
 def test_an_engine_without_room_rests_and_is_not_taken_for_one_that_fails(bus: Bus, tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.bus import Bus
+from headrace.bus import Bus, keys
 from headrace.settings import Settings
 from headrace_cli.doctor import examine
+from tests.support.bus_values import SITE, make_site
 
 pytestmark = pytest.mark.redis
 
@@ -20,3 +21,12 @@ def test_dispatchers_that_live_are_counted_and_none_is_a_finding(bus: Bus, redis
     bus.dispatchers.beat("two", ttl=3600)
     (finding,) = [finding for finding in examine(settings) if "dispatchers" in finding.what]
     assert (finding.what, finding.ok) == ("dispatchers alive: 2", True)
+
+
+def test_a_registration_that_cannot_be_read_is_a_finding_that_says_why(bus: Bus, redis_url: str) -> None:
+    bus.sites.register(make_site(), ttl=3600)
+    bus.redis.hdel(keys.site(SITE), "fingerprint")
+    (finding,) = [finding for finding in examine(Settings(redis_url=redis_url)) if SITE in finding.what]
+    assert (finding.what, finding.ok) == (f"site {SITE} takes no requests", False)
+    assert "fingerprint" in finding.fix
+    assert "upgrade" in finding.fix

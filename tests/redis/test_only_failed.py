@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import copytree, rmtree
+from typing import Literal
 
 import pytest
 
 from headrace.bus import Bus, keys
-from headrace.errors import Unavailable
 from headrace.manifest import Line
 from headrace.messages import Record
 from headrace.runs import RunSpec
 from headrace_dispatcher.rebuild import rebuild, retry_failed
 from headrace_writer.store import Store
 from tests.redis.test_writer_handler import IDENTITY, SITE
-from tests.support.dispatching import view_of, write_inputs
+from tests.support.bus_values import make_line
+from tests.support.dispatching import DispatcherProcess, view_of, write_inputs
+from tests.support.server import ValkeyServer
 from tests.support.stores import AT, RUN, Sample, make_sample
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.redis
 
@@ -187,14 +191,110 @@ def test_what_is_stored_in_the_end_is_stored_for_good(bench: Bench) -> None:
         assert rebuild(bench.bus, bench.spec) == TOTAL
 
 
-def test_a_row_that_came_after_its_sample_was_given_up_is_counted_at_the_next_rebuild(bench: Bench) -> None:
+def test_a_row_that_came_after_its_sample_was_given_up_takes_the_failure_back_at_once(bench: Bench) -> None:
     finish(bench)
     bench.row(SAMPLES[3])
-    assert bench.bus.requests.stored(SAMPLES[3].request(), SITE.site, 9) == "again"
+    for again in ("stored", "again"):
+        assert bench.bus.requests.stored(SAMPLES[3].request(), SITE.site, 9) == again
+        view = view_of(bench.bus)
+        assert (view.state, view.stored, view.failed, view.failed_by) == ("finished", 4, 1, {"nan": 1})
+    assert rebuild(bench.bus, bench.spec) == 0
+    assert retry_failed(bench.bus, bench.spec) == {"nan": 1}
+
+
+@pytest.mark.parametrize("status", ["stored", "rejected"])
+def test_a_line_that_says_more_than_a_failure_is_learnt_of_a_sample_that_was_given_up(
+    bench: Bench, status: Literal["stored", "rejected"]
+) -> None:
+    finish(bench)
+    with (bench.output / "manifest" / "other.jsonl").open("wb") as segment:
+        segment.write(make_line(3, status, "" if status == "stored" else "too_long").encode())
     assert rebuild(bench.bus, bench.spec) == 1
     view = view_of(bench.bus)
-    assert (view.state, view.stored, view.failed, view.failed_by) == ("finished", 4, 1, {"nan": 1})
-    assert retry_failed(bench.bus, bench.spec) == {"nan": 1}
+    assert (view.state, view.open, view.failed_by) == ("finished", 0, {"nan": 1})
+    assert (view.stored, view.rejected) == ((4, 0) if status == "stored" else (3, 1))
+    assert rebuild(bench.bus, bench.spec) == 0
+
+
+def test_the_counts_by_reason_stay_right_when_the_newest_line_has_another_reason(bench: Bench) -> None:
+    """Redis was set back to before the retry, of which the manifest has the end."""
+    finish(bench)
+    bench.record(SAMPLES[1], "no_dump", attempt=1, dies=True)
+    rebuild(bench.bus, bench.spec)
+    assert view_of(bench.bus).failed_by == {"nan": 1, "timeout": 1}
+    assert retry_failed(bench.bus, bench.spec).total() == 2
+    assert (view_of(bench.bus).failed, view_of(bench.bus).failed_by) == (0, {})
+    feed(bench.bus)
+    for ordinal in (1, 3):
+        bench.fail(SAMPLES[ordinal], "no_dump", attempt=2)
+        bench.record(SAMPLES[ordinal], "no_dump", attempt=2)
+    assert (view_of(bench.bus).failed, view_of(bench.bus).failed_by) == (2, {"no_dump": 2})
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_samples_whose_lines_are_not_written_yet_go_again_too_and_no_late_line_closes_them(
+    bench: Bench, before: int
+) -> None:
+    """They failed for the first time, or again after they were tried again."""
+    if before:
+        finish(bench)
+        retry_failed(bench.bus, bench.spec)
+        feed(bench.bus)
+    bench.fail(SAMPLES[1], "timeout", attempt=before)
+    bench.fail(SAMPLES[3], "no_dump", attempt=before)
+    bench.record(SAMPLES[3], "no_dump", attempt=before, dies=True)
+    for _ in range(2):
+        assert retry_failed(bench.bus, bench.spec) == {"timeout": 1, "no_dump": 1}
+        assert set(bench.bus.runs.pending(RUN, 100)) >= {1, 3}
+    assert bench.bus.requests.reap_run(RUN) == ([], []), "they wait for no line any more"
+    for ordinal, reason in ((1, "timeout"), (3, "no_dump")):
+        bench.record(SAMPLES[ordinal], reason, attempt=before)
+    rebuild(bench.bus, bench.spec)
+    assert (view_of(bench.bus).failed, view_of(bench.bus).failed_by) == (0, {})
+    bench.fail(SAMPLES[1], "nan", attempt=2)  # they have all their attempts again
+    bench.record(SAMPLES[1], "nan", attempt=2)
+    assert view_of(bench.bus).failed_by == {"nan": 1}
+
+
+def test_failures_of_which_an_earlier_version_kept_no_note_go_again(bench: Bench) -> None:
+    finish(bench)
+    bench.bus.redis.delete(keys.failed(RUN))
+    assert rebuild(bench.bus, bench.spec) == 0
+    assert bench.bus.redis.ttl(keys.failed(RUN)) > 0, "it expires with its run"
+    assert retry_failed(bench.bus, bench.spec) == {"nan": 1, "timeout": 1}
+    assert (view_of(bench.bus).failed, view_of(bench.bus).failed_by) == (0, {})
+
+
+def test_no_sample_becomes_a_failure_that_was_not_counted_as_one(bench: Bench) -> None:
+    """One may be stored after the manifest was read."""
+    finish(bench)
+    read = [make_line(ordinal, "failed", reason) for ordinal, reason in ((0, "nan"), (1, "nan"), (3, "timeout"))]
+    bench.bus.runs.note_failed(RUN, read)
+    assert sorted(bench.bus.redis.hkeys(keys.failed(RUN))) == [b"1", b"3"]
+
+
+def test_a_redis_that_was_set_back_over_a_retry_learns_what_was_stored_since(tmp_path: Path) -> None:
+    data, copy = tmp_path / "redis", tmp_path / "copy"
+    with ValkeyServer(data, aof=True) as server:
+        bus = Bus.open(server.url)
+        bench = Bench(bus, tmp_path)
+        finish(bench)
+        server.stop()
+        copytree(data, copy)
+        server.start()
+        with DispatcherProcess(tmp_path, server.url, reap_seconds=2) as dispatcher:
+            dispatcher.wait_for("dispatching")
+            retry_failed(bus, bench.spec)
+            wait_until(lambda: view_of(bus).fed == 2, what="both to be fed")
+            bench.row(SAMPLES[1], attempt=1)
+            server.stop()
+            rmtree(data)
+            copytree(copy, data)
+            server.start()
+            wait_until(lambda: view_of(bus).stored == 4, what="what was stored to be learnt")
+        assert (view_of(bus).state, view_of(bus).failed_by) == ("finished", {"timeout": 1})
+        bench.store.close()
+        bus.close()
 
 
 def test_a_paused_run_stays_paused(bench: Bench) -> None:
@@ -203,12 +303,6 @@ def test_a_paused_run_stays_paused(bench: Bench) -> None:
     bench.bus.runs.pause(RUN, "by hand")
     assert retry_failed(bench.bus, bench.spec) == {"nan": 1}
     assert (view_of(bench.bus).state, view_of(bench.bus).reason) == ("paused", "by hand")
-
-
-def test_a_manifest_that_cannot_be_read_is_unavailable(bench: Bench) -> None:
-    (bench.output / "manifest" / "a.jsonl").mkdir(parents=True)
-    with pytest.raises(Unavailable, match=r"a\.jsonl"):
-        retry_failed(bench.bus, bench.spec)
 
 
 def test_the_feed_passes_over_what_is_done_at_once(bus: Bus, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY
+from structlog.testing import capture_logs
 
 from headrace.bus import Bus, keys
 from headrace.bus.values import DESTINATION_FULL
@@ -20,6 +21,7 @@ from headrace_dispatcher.patience import Patience
 from headrace_dispatcher.reaper import Reaper
 from headrace_dispatcher.rebuild import rebuild
 from tests.redis.test_writer_handler import IDENTITY, SITE
+from tests.support.bus_values import make_line
 from tests.support.dispatching import view_of, write_inputs, write_lines
 from tests.support.server import ValkeyServer
 from tests.support.stores import RUN, Sample, make_sample, make_spec
@@ -144,6 +146,20 @@ def test_a_dead_site_is_evicted_with_its_queue(bus: Bus, reaper: Reaper, samples
     assert bus.sites.names() == []
     assert bus.jobs.depth("s1") == 0
     assert 1 in bus.runs.pending(RUN, 10)
+
+
+def test_a_run_that_ended_is_let_go_and_one_that_goes_on_is_not(
+    bus: Bus, tmp_path: Path, samples: list[Sample]
+) -> None:
+    catalog = Catalog()
+    with reaping(bus, tmp_path, samples):
+        catalog.serve(view_of(bus))
+        reaper = Reaper(bus, catalog, EAGER, NEVER)
+        reaper.pass_once()
+        assert [view.spec.run for view in catalog.served()] == [RUN]
+        bus.runs.mark_done(RUN, [make_line(ordinal) for ordinal in range(TOTAL)])
+        reaper.pass_once()
+        assert catalog.served() == []
 
 
 def test_a_run_paused_by_a_full_destination_goes_on_when_there_is_room(bus: Bus, reaper: Reaper) -> None:
@@ -308,3 +324,21 @@ def test_a_run_whose_samples_are_damaged_is_paused_and_says_so(bus: Bus, reaper:
     view = view_of(bus)
     assert view.state == "paused"
     assert "inputs" in view.reason
+
+
+def test_a_site_of_another_version_is_neither_evicted_nor_the_end_of_a_pass_and_is_logged_once(
+    bus: Bus, tmp_path: Path, samples: list[Sample]
+) -> None:
+    with reaping(bus, tmp_path, samples) as reaper:
+        bus.redis.hdel(keys.site(SITE.site), "fingerprint")
+        with capture_logs() as logged:
+            reaper.pass_once()
+            reaper.pass_once()
+        assert [entry["site"] for entry in logged if entry["event"] == "site left out"] == [SITE.site]
+        assert bus.sites.names() == [SITE.site]
+        bus.sites.register(SITE, 3600)
+        with capture_logs() as logged:
+            reaper.pass_once()
+            bus.redis.hdel(keys.site(SITE.site), "fingerprint")
+            reaper.pass_once()
+        assert [entry["site"] for entry in logged if entry["event"] == "site left out"] == [SITE.site]

@@ -1,17 +1,8 @@
-"""`headrace status` as JSON, and watched: in a pipe, on a terminal, with a Redis that goes away."""
+"""`headrace status`, for people and as JSON."""
 
 from __future__ import annotations
 
 import json
-import os
-import pty
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -29,8 +20,6 @@ from tests.support.bus_values import (
     start_run,
 )
 from tests.support.commands import assert_one_line, headrace
-from tests.support.server import ValkeyServer
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.redis
 
@@ -66,59 +55,12 @@ PAUSED = {
     "dead": [],
 }
 KEYS = list(PAUSED)
-_COLUMNS = "100"
-
-
-class Watching:
-    """A `headrace status --watch` that runs, and what it has said until now."""
-
-    def __init__(self, folder: Path, url: str, *arguments: str, stdout: int | IO[bytes] | None = None) -> None:
-        self._out, self._err = folder / "out", folder / "err"
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
-        code = "from headrace_cli.main import run; run()"
-        with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", code, "status", *arguments, "--watch"],
-                env={**clean, "HEADRACE_REDIS_URL": url, "TERM": "xterm", "COLUMNS": _COLUMNS},
-                stdin=subprocess.DEVNULL,
-                stdout=out if stdout is None else stdout,
-                stderr=err,
-            )
-
-    @property
-    def lines(self) -> list[str]:
-        return self._out.read_text().splitlines()
-
-    @property
-    def complaints(self) -> str:
-        return self._err.read_text()
-
-    def wait_for(self, words: str) -> None:
-        wait_until(lambda: any(words in line for line in self.lines), what=f"{words!r} in {self.lines}")
-
-    def interrupt(self) -> int:
-        self.process.send_signal(signal.SIGINT)
-        return self.process.wait(20)
-
-
-@contextmanager
-def watching(folder: Path, url: str, *arguments: str, stdout: int | None = None) -> Iterator[Watching]:
-    watched = Watching(folder, url, *arguments, stdout=stdout)
-    try:
-        yield watched
-    finally:
-        if watched.process.poll() is None:
-            watched.process.kill()
-        watched.process.wait(20)
 
 
 def fail(bus: Bus, ordinal: int, reason: str) -> RequestId:
     (request,) = claim(bus, make_attempt(ordinal))
     bus.requests.end(request, burn=True, kind="mismatch", reason=reason)
     return request
-
-
-# ---- JSON
 
 
 def test_a_run_is_one_json_object_with_keys_that_stay(bus: Bus, redis_url: str) -> None:
@@ -171,14 +113,48 @@ def test_json_while_waiting_leaves_stdout_to_the_json(bus: Bus, redis_url: str) 
     assert table["created_at"] <= table["finished_at"]
 
 
-def test_the_last_dead_letters_are_shown_when_samples_failed(bus: Bus, redis_url: str) -> None:
-    start_run(bus, max_attempts=1, total=7, fed=7)
+def test_the_last_burnt_attempts_are_shown_also_when_no_sample_failed(bus: Bus, redis_url: str) -> None:
+    start_run(bus, total=7, fed=7)
+    assert "burnt attempts" not in headrace("status", RUN, HEADRACE_REDIS_URL=redis_url).stdout
     requests = [fail(bus, ordinal, f"why{ordinal}") for ordinal in range(7)]
-    assert "dead letters" not in headrace("status", RUN, HEADRACE_REDIS_URL=redis_url).stdout
-    bus.runs.mark_done(RUN, [make_line(0, "failed", "why0", str(requests[0]))])
     shown = headrace("status", RUN, HEADRACE_REDIS_URL=redis_url, COLUMNS="200").stdout
+    assert "last burnt attempts" in shown
     for ordinal, request in enumerate(requests):
         assert (f"why{ordinal}: attempt 1, {request}" in shown) == (ordinal >= 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        (("list",), False),
+        (("status",), False),
+        (("pause", RUN), False),
+        (("resume", RUN), False),
+        (("cancel", RUN), False),
+        (("status", RUN), True),
+        (("status", "--json"), True),
+    ],
+)
+def test_burnt_attempts_are_read_only_where_they_are_shown(
+    bus: Bus, redis_url: str, arguments: tuple[str, ...], read: bool
+) -> None:
+    start_run(bus)
+    bus.redis.config_resetstat()
+    assert headrace(*arguments, HEADRACE_REDIS_URL=redis_url).returncode == 0
+    assert ("cmdstat_xrevrange" in bus.redis.info("commandstats")) == read
+
+
+def test_how_long_a_run_took_is_that_of_its_last_start(bus: Bus, redis_url: str) -> None:
+    start_run(bus)
+    bus.redis.hincrby(keys.run(RUN), "created_at", -7_200_000)
+    bus.runs.mark_done(RUN, [make_line(0, "failed", "nan"), *(make_line(ordinal) for ordinal in range(1, 5))])
+    assert "finished in 2h 00m" in headrace("status", RUN, HEADRACE_REDIS_URL=redis_url).stdout
+    assert bus.runs.reopen(RUN, [0]) == {0: "nan"}
+    bus.redis.hincrby(keys.run(RUN), "reopened_at", -600_000)
+    bus.runs.mark_done(RUN, [make_line(0)])
+    shown = headrace("status", RUN, HEADRACE_REDIS_URL=redis_url).stdout
+    assert "failed samples tried again in 10m 00s" in shown
+    assert "finished in" not in shown
 
 
 @pytest.mark.parametrize("options", [("--wait",), (RUN, "--wait", "--watch")])
@@ -193,127 +169,3 @@ def test_a_run_that_redis_does_not_know_is_a_usage_error(bus: Bus, redis_url: st
     shown = headrace("status", "other", *options, HEADRACE_REDIS_URL=redis_url)
     assert_one_line(shown, 2, "'other'", RUN)
     assert shown.stdout == ""
-
-
-# ---- watched
-
-
-def test_in_a_pipe_a_watched_run_is_a_line_for_each_change_until_it_ends(
-    bus: Bus, redis_url: str, tmp_path: Path
-) -> None:
-    start_run(bus)
-    with watching(tmp_path, redis_url, RUN) as watched:
-        watched.wait_for("run run1 is active · stored 0 / 5")
-        bus.runs.pause(RUN, "by hand")
-        watched.wait_for("is paused: by hand")
-        bus.runs.mark_done(RUN, [*(make_line(ordinal) for ordinal in range(4)), make_line(4, "failed", "timeout")])
-        assert watched.process.wait(20) == 0
-    assert watched.lines[-1].startswith("run run1 is finished · stored 4 / 5")
-    assert "(failed: timeout 1)" in watched.lines[-1]
-    assert len(set(watched.lines)) == len(watched.lines), "nothing is said twice"
-    assert "\x1b" not in "".join(watched.lines)
-    assert watched.complaints == ""
-
-
-def test_a_watched_run_that_ends_with_open_samples_is_6(bus: Bus, redis_url: str, tmp_path: Path) -> None:
-    start_run(bus)
-    with watching(tmp_path, redis_url, RUN) as watched:
-        watched.wait_for("active")
-        bus.runs.cancel(RUN)
-        assert watched.process.wait(20) == 6
-    assert "cancelled with 5 samples open" in watched.complaints
-
-
-@pytest.mark.parametrize("options", [(RUN,), ("--json",)])
-def test_ctrl_c_ends_watching_with_0_and_says_nothing(
-    bus: Bus, redis_url: str, tmp_path: Path, options: tuple[str, ...]
-) -> None:
-    start_run(bus)
-    with watching(tmp_path, redis_url, *options) as watched:
-        watched.wait_for(RUN)
-        assert watched.interrupt() == 0
-    assert watched.complaints == ""
-
-
-def test_all_runs_are_watched_those_that_come_too(bus: Bus, redis_url: str, tmp_path: Path) -> None:
-    with watching(tmp_path, redis_url) as watched:
-        watched.wait_for("No runs")
-        start_run(bus)
-        watched.wait_for("run run1 is active")
-        bus.runs.create(make_spec(run="newer"))
-        bus.redis.hset(keys.run("newer"), "spec", make_spec(run="newer", schema=9).encode())
-        watched.wait_for("upgrade headrace")
-        bus.runs.cancel(RUN)
-        watched.wait_for("run run1 is cancelled")
-        assert watched.interrupt() == 0
-
-
-def test_watched_as_json_each_line_is_a_look_and_the_last_one_the_end(bus: Bus, redis_url: str, tmp_path: Path) -> None:
-    start_run(bus)
-    with watching(tmp_path, redis_url, RUN, "--json") as watched:
-        wait_until(lambda: len(watched.lines) >= 2, what="two looks")
-        bus.runs.mark_done(RUN, [make_line(ordinal) for ordinal in range(5)])
-        assert watched.process.wait(20) == 0
-    looks = [json.loads(line) for line in watched.lines]
-    assert [list(look) for look in looks] == [KEYS] * len(looks)
-    assert [look["state"] for look in looks[:-1]] == ["active"] * (len(looks) - 1)
-    assert looks[-1]["state"] == "finished"
-
-
-@pytest.mark.parametrize("as_json", [False, True])
-def test_a_redis_that_goes_away_is_named_and_waited_for(tmp_path: Path, as_json: bool) -> None:
-    with ValkeyServer(tmp_path / "redis", aof=True) as server:
-        bus = Bus.open(server.url)
-        start_run(bus)
-        with watching(tmp_path, server.url, RUN, *(["--json"] if as_json else [])) as watched:
-            watched.wait_for(RUN)
-            server.stop()
-            wait_until(lambda: "Redis is away" in "".join(watched.lines) + watched.complaints, what="the complaint")
-            server.start()
-            bus.runs.mark_done(RUN, [make_line(ordinal) for ordinal in range(5)])
-            assert watched.process.wait(30) == 0
-        bus.close()
-    assert "finished" in watched.lines[-1]
-    if as_json:
-        assert all(list(json.loads(line)) == KEYS for line in watched.lines), "stdout is JSON alone"
-    else:
-        assert watched.complaints == ""
-
-
-def read_all(terminal: int) -> str:
-    """What was written to a terminal whose other side is closed everywhere."""
-    said = b""
-    while True:
-        try:
-            data = os.read(terminal, 65536)
-        except OSError:  # a terminal without another side ends so
-            return said.decode()
-        if not data:
-            return said.decode()
-        said += data
-
-
-@pytest.mark.parametrize("one", [True, False])
-def test_on_a_terminal_a_table_is_drawn_in_its_place(bus: Bus, redis_url: str, tmp_path: Path, one: bool) -> None:
-    start_run(bus, output="/data/" + "x" * 150)  # longer than a line
-    bus.runs.pause(RUN, "a\x1b[31m\x07b")
-    terminal, other = pty.openpty()
-    with watching(tmp_path, redis_url, *([RUN] if one else []), stdout=other) as watched:
-        os.close(other)
-        said = os.read(terminal, 1 << 20).decode()
-        while "paused" not in said:
-            said += os.read(terminal, 1 << 20).decode()
-        if one:
-            bus.runs.mark_done(RUN, [make_line(ordinal) for ordinal in range(5)])
-            assert watched.process.wait(20) == 0
-        else:
-            assert watched.interrupt() == 0
-        said += read_all(terminal)
-    os.close(terminal)
-    assert "a[31mb" in said, "what others wrote commands no terminal"
-    assert "\x07" not in said
-    assert ("finished" in said) == one
-    plain = [line for line in said.split("\r\n") if "xxx" in line]
-    assert plain and all(line.count("x") <= int(_COLUMNS) for line in plain), "folded, so that its height is known"
-    assert "\x1b[?25h" in said, "the cursor is shown again"
-    assert watched.complaints == ""

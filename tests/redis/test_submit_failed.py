@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bus import Bus
+from headrace.bus import Bus, keys
+from headrace.ids import RequestId
 from headrace.messages import Record
 from headrace_writer.store import Store
-from tests.support.bus_values import make_line
+from tests.support.bus_values import BOOT, SITE, make_attempt, make_line, make_site
 from tests.support.commands import assert_one_line, headrace
-from tests.support.dispatching import view_of
+from tests.support.dispatching import view_of, write_lines
 from tests.support.prepared import ready, run_file, write_data
 from tests.support.stores import AT
 
@@ -85,6 +86,55 @@ def test_the_failed_samples_go_again_and_are_told_by_reason(bus: Bus, redis_url:
     bus.redis.flushall()
     assert "failed samples that go again: 4" in submit(submitted, redis_url, "--limit", "4", "--only-failed").stdout
     assert (view_of(bus, RUN).state, view_of(bus, RUN).open) == ("active", 4)
+
+
+def test_samples_whose_lines_are_not_written_yet_are_told_too(bus: Bus, redis_url: str, submitted: Path) -> None:
+    bus.sites.register(make_site(), 3600)
+    attempts = view_of(bus, RUN).spec.max_attempts
+    assert bus.runs.feed(RUN, 0, [""]) == 1
+    for number in range(attempts):
+        attempt = make_attempt(0, f"{number:08d}", run=RUN)
+        assert bus.requests.claim(RUN, SITE, BOOT, [attempt]) == ["claimed"]
+        bus.requests.end(RequestId.parse(attempt.request), burn=True, kind="error", reason="timeout")
+    assert bus.runs.pending(RUN, 9) == []
+    said = submit(submitted, redis_url, "--limit", "4", "--only-failed")
+    assert "failed samples that go again: 1 (timeout 1)" in said.stdout
+    assert bus.runs.pending(RUN, 9) == [0]
+
+
+def test_a_cancelled_run_is_a_conflict_and_stays_cancelled(bus: Bus, redis_url: str, submitted: Path) -> None:
+    for failed in (0, 1):
+        if failed:
+            fail(bus, {1: "nan"})
+        bus.runs.cancel(RUN)
+        refused = submit(submitted, redis_url, "--limit", "4", "--only-failed")
+        assert_one_line(refused, 4, "cancelled", f"{4 - failed} samples open", "without --only-failed first")
+        assert (view_of(bus, RUN).state, view_of(bus, RUN).failed) == ("cancelled", failed)
+    assert submit(submitted, redis_url, "--limit", "4").returncode == 0
+    assert submit(submitted, redis_url, "--limit", "4", "--only-failed").returncode == 0
+
+
+def test_an_engine_is_asked_for_only_when_a_sample_failed(bus: Bus, redis_url: str, submitted: Path) -> None:
+    arguments = ("submit", submitted, "--limit", "4", "--only-failed")
+    said = headrace(*arguments, HEADRACE_REDIS_URL=redis_url)
+    assert said.returncode == 0
+    assert "no sample of it failed" in said.stdout
+    fail(bus, {1: "nan"})
+    assert_one_line(headrace(*arguments, HEADRACE_REDIS_URL=redis_url), 3, "no engine is registered")
+    assert view_of(bus, RUN).failed == 1
+    bus.redis.flushall()  # now everything that the folder lacks would begin
+    assert_one_line(headrace(*arguments, HEADRACE_REDIS_URL=redis_url), 3, "no engine is registered")
+    assert bus.runs.names() == []
+
+
+def test_no_run_with_failed_samples_is_said_to_have_none(bus: Bus, redis_url: str, submitted: Path) -> None:
+    fail(bus, {1: "nan"})
+    bus.redis.delete(keys.failed(RUN))  # as an earlier version left it
+    write_lines(Path(view_of(bus, RUN).spec.output), [1])
+    said = submit(submitted, redis_url, "--limit", "4", "--only-failed")
+    assert (said.returncode, said.stderr) == (0, "")
+    assert "of its 1 failed samples none goes again" in said.stdout
+    assert "headrace verify" in said.stdout
 
 
 def test_another_selection_than_that_of_the_run_is_another_extraction(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from headrace.dumps import LOST_SUFFIX
 from headrace.ids import RequestId
 from headrace.messages import StoreJob
-from headrace.metrics import LOSSES_TOTAL, MATCH_FAILURES, VERDICTS
+from headrace.metrics import DUPLICATES, LOSSES_TOTAL, MATCH_FAILURES, VERDICTS
 from headrace.verdicts import LOST_REASONS, Reason
 from tests.support.desk import GRACE, RETRY, SAMPLE, Desk, stats
 from tests.support.dumps import ENGINE, WEIGHTS, make_dump
@@ -208,6 +209,28 @@ def test_the_second_dump_of_a_sample_goes_and_counts_as_neither(
     assert [job.request for job in desk.jobs()] == [str(SAMPLE.request(1))]
     assert VERDICTS.labels(RUN)._value.get() == verdicts + 1
     assert sum(failures(reason) for reason in Reason) == 0
+
+
+def test_a_duplicate_that_cannot_be_removed_counts_once(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim(desk.bus, desk.site, [SAMPLE])
+    desk.bus.requests.end(SAMPLE.request(), burn=True, kind="error", reason="lapsed")
+    claim(desk.bus, desk.site, [SAMPLE], attempt=1)
+    desk.dump()
+    desk.look()
+    second, before = desk.dump(attempt=1), DUPLICATES.labels(RUN)._value.get()
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, "denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        for _ in range(3):
+            desk.look(GRACE)
+        assert second.exists()
+    assert DUPLICATES.labels(RUN)._value.get() == before + 1
+    desk.look(GRACE)
+    assert not second.exists()
+    assert DUPLICATES.labels(RUN)._value.get() == before + 1
 
 
 @pytest.mark.parametrize("reason", sorted(LOST_REASONS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -103,19 +104,34 @@ def test_a_run_waits_for_an_engine_that_starts(bus: Bus, tmp_path: Path, dumps: 
     assert_stored_in_the_end(bus, handler, sample, tmp_path / "dataset")
 
 
-def test_a_writer_without_torch_pauses_the_run_and_names_the_extra(
-    bus: Bus, tmp_path: Path, dumps: Path, handler: Handler, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (None, "pip install 'headrace[trainers]', then: headrace resume tale"),
+        (ModuleType("torch"), "--force-reinstall torch, start the writer again, then: headrace resume tale"),
+    ],
+    ids=["none", "half"],
+)
+def test_a_writer_without_a_whole_torch_pauses_the_run_and_names_the_next_step(
+    bus: Bus,
+    tmp_path: Path,
+    dumps: Path,
+    handler: Handler,
+    found: ModuleType | None,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sample = make_sample()
     sample.dump(dumps)
     declare(dumps, NORM)
-    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setitem(sys.modules, "torch", found)
+    monkeypatch.delitem(sys.modules, "headrace_writer.formats.rmsnorm", raising=False)
     for _ in range(12):
         with pytest.raises(UsageError):
             handler(sample.job())
     view = bus.runs.get(RUN)
     assert view is not None
     assert (view.state, view.reasons) == ("paused", {})
-    assert "pip install 'headrace[trainers]', then: headrace resume tale" in view.reason
+    assert says in view.reason
     monkeypatch.undo()
     assert_stored_in_the_end(bus, handler, sample, tmp_path / "dataset")

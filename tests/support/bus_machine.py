@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from hypothesis.stateful import RuleBasedStateMachine
@@ -12,9 +11,9 @@ from headrace.bus import Bus, keys
 from headrace.bus.values import Attempt, Site, Window
 from headrace.ids import RequestId
 from headrace.lifecycle import State
-from headrace.manifest import Line
-from headrace.reasons import MISMATCHES
 from headrace.runs import Identity, RunSpec
+from headrace_dispatcher.mismatches import MismatchLimit
+from headrace_dispatcher.reaper import watch_verdicts
 from tests.support.bus_model import BusModel
 from tests.support.bus_values import IDENTITY, RUN, make_attempt, make_line
 
@@ -25,7 +24,7 @@ ENGINE, OTHER = IDENTITY.engine, "engine 2"
 
 @dataclass(slots=True)
 class Notes:
-    """The two notes of a run's verdicts: what the model had counted then."""
+    """The two notes of a run's verdicts on first attempts: what the model had counted then."""
 
     older: Counter[str] = field(default_factory=Counter)
     newer: Counter[str] = field(default_factory=Counter)
@@ -34,17 +33,17 @@ class Notes:
         self.older = self.newer = counts.copy()
 
     def mark(self, counts: Counter[str], least: int) -> None:
-        if counts["verdicts"] - self.newer["verdicts"] >= least:
+        if counts["first_verdicts"] - self.newer["first_verdicts"] >= least:
             self.older, self.newer = self.newer, counts.copy()
 
     def window(self, counts: Counter[str]) -> Window:
         new = {name: counts[name] - self.older[name] for name in counts}
-        reasons = {reason: new.get(f"reason:{reason}", 0) for reason in MISMATCHES}
+        reasons = {n.removeprefix("first_reason:"): count for n, count in new.items() if n.startswith("first_reason:")}
         return Window(
-            since=self.older["verdicts"],
-            verdicts=new.get("verdicts", 0),
-            mismatches=new.get("mismatches", 0),
-            reasons={str(reason): count for reason, count in reasons.items() if count},
+            since=self.older["first_verdicts"],
+            verdicts=new.get("first_verdicts", 0),
+            mismatches=new.get("first_mismatches", 0),
+            reasons={reason: count for reason, count in reasons.items() if count},
         )
 
 
@@ -63,23 +62,43 @@ class Driven(RuleBasedStateMachine):
             self.notes.begin(self.model.counts)
         assert self.bus.runs.activate(RUN) == self.model.set_state("active", "rebuilding", "paused")
 
-    def _pause_for(self, window: Window) -> None:
-        paused = self.model.state == "active" and self.notes.older["verdicts"] == window.since
-        assert self.bus.runs.pause_for(RUN, "mismatches", window) == paused
-        if paused:
+    def _resume(self) -> None:
+        """Somebody pauses the run and lets it go on."""
+        assert self.bus.runs.pause(RUN, "why") == self.model.set_state("paused", "active")
+        self._activate()
+
+    def _watch_verdicts(self, limit: MismatchLimit, late: bool) -> None:
+        """What a reaper does; with `late` it looked when the run had another window."""
+        view = self.bus.runs.get(RUN)
+        assert view is not None
+        since, mismatches = view.window.since - late, view.window.mismatches
+        watch_verdicts(self.bus, replace(view, window=replace(view.window, since=since)), limit)
+        if mismatches <= limit.share * max(limit.least, view.window.verdicts, mismatches):
+            self.notes.mark(self.model.counts, limit.least)
+        elif self.model.state == "active" and not late and self.model.can_give_out():
             self.model.state = "paused"
 
     def _reopen(self, chosen: list[int], twice: bool) -> None:
-        lines, before = self._failed_lines(chosen), self.model.state
-        expected = self.model.reopen(lines)
+        before = self.model.state
+        expected = self.model.reopen(chosen)
         if self.model.state != before:
             self.notes.begin(self.model.counts)
         for _ in range(1 + twice):
-            assert self.bus.runs.reopen(RUN, lines) == expected
+            assert self.bus.runs.reopen(RUN, chosen) == expected
 
-    def _failed_lines(self, ordinals: Iterable[int]) -> list[Line]:
-        """The lines by which samples are done that failed; for others one that nobody wrote."""
-        return [make_line(ordinal, "failed", self.model.failures.get(ordinal, "none")) for ordinal in ordinals]
+    def _note_failed(self, forgotten: list[int], twice: bool) -> None:
+        """An earlier version kept no notes of these failures; the lines of all failed samples bring them back."""
+        lines = [
+            make_line(ordinal, "failed", reason)
+            for ordinal, reason in self.model.failures.items()
+            if ordinal in self.model.done
+        ]
+        for ordinal in forgotten:
+            if ordinal in self.model.done and self.model.failures.pop(ordinal, None) is not None:
+                self.bus.redis.hdel(keys.failed(RUN), str(ordinal))
+        self.model.note_failed(lines)
+        for _ in range(1 + twice):
+            self.bus.runs.note_failed(RUN, lines)
 
     def _feed(self, size: int, rejected: list[int], offset: int = 0) -> None:
         entries = ["too_long" if index in rejected else "" for index in range(size)]
@@ -226,7 +245,8 @@ class Driven(RuleBasedStateMachine):
         assert view.open == TOTAL - len(model.done)
         bits = {o for o in range(TOTAL) if self.bus.redis.getbit(keys.done(RUN), o)}
         assert bits == set(model.done)
-        assert set(model.failures) == {o for o in range(TOTAL) if self.bus.redis.getbit(keys.failed(RUN), o)}
+        noted = self.bus.redis.hgetall(keys.failed(RUN))
+        assert model.failures == {int(ordinal): reason.decode() for ordinal, reason in noted.items()}
         reasons = {n.removeprefix("failed:"): count for n, count in model.counts.items() if n.startswith("failed:")}
         assert view.failed_by == {reason: count for reason, count in reasons.items() if count}
         assert (view.tokens, view.bytes) == (model.counts["tokens"], model.counts["bytes"])
@@ -239,3 +259,5 @@ class Driven(RuleBasedStateMachine):
         assert self.bus.runs.dead(RUN) == model.dead[::-1][:100]
         remembered = {key.decode().removeprefix("hr:req:") for key in self.bus.redis.scan_iter("hr:req:*", count=1000)}
         assert remembered == set(model.requests)
+        marked = {name for name in model.requests if self.bus.redis.hexists(keys.request(name), "beside_others")}
+        assert marked == {name for name, known in model.requests.items() if known.beside_others}

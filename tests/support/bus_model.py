@@ -2,113 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
-
-from headrace.bus.values import Attempt, Site
+from headrace.bus.values import Attempt, Burn, Site
 from headrace.flow import Load, room
 from headrace.ids import RequestId
-from headrace.lifecycle import Sample, State
-from headrace.manifest import Line
+from headrace.lifecycle import State
+from tests.support.bus_model_runs import Request, RunModel
 
 
-@dataclass(slots=True)
-class Request:
-    """What Redis remembers of one attempt."""
+class BusModel(RunModel):
+    """One run over several sites: what concerns single attempts, the reaper and the sites."""
 
-    ordinal: int
-    site: str
-    tokens: int
-    dump_bytes: int
-    outcome: str = ""
-    k: int = 0
-    answered: bool = False
-    judged: bool = False
-    refused: bool = False
-    duplicate: bool = False
-
-
-@dataclass(slots=True)
-class BusModel:
-    """One run over several sites. Leases are sets: `lapsed` holds (kind, name) whose end has passed."""
-
-    run: str
-    total: int
-    max_attempts: int
-    state: str = "rebuilding"
-    cursor: int = 0
-    samples: dict[int, Sample] = field(default_factory=dict)
-    reasons: dict[int, str] = field(default_factory=dict)
-    pending: list[int] = field(default_factory=list)
-    done: dict[int, str] = field(default_factory=dict)
-    failures: dict[int, str] = field(default_factory=dict)  # ordinal -> reason; one that is not done was reopened
-    requests: dict[str, Request] = field(default_factory=dict)
-    in_flight: dict[str, str] = field(default_factory=dict)  # request -> site
-    credits: dict[str, tuple[str, int, int]] = field(default_factory=dict)  # request -> site, tokens, bytes
-    captured: dict[str, str] = field(default_factory=dict)  # request -> site
-    storing: dict[str, str] = field(default_factory=dict)  # request -> site
-    recording: set[int] = field(default_factory=set)
-    lapsed: set[tuple[str, str]] = field(default_factory=set)
-    registered: dict[str, Site] = field(default_factory=dict)
-    known_sites: set[str] = field(default_factory=set)
-    dump_bytes: dict[str, int] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)
-    dead: list[tuple[str, int, str]] = field(default_factory=list)
-    engine: str = ""
-
-    # ---- runs
-
-    def create(self) -> str:
-        if self.state == "cancelled":
-            self.state = "rebuilding"
-        return "same"
-
-    def set_state(self, state: str, *allowed: str) -> str:
-        if self.state in allowed:
-            self.state = state
-            if state == "active":
-                self._check_finished()
-        return self.state
-
-    def feed(self, cursor: int, entries: list[str]) -> int | None:
-        if self.state != "active" or cursor != self.cursor:
-            return None
-        reached = min(cursor + len(entries), self.total)
-        for ordinal, reason in zip(range(cursor, reached), entries, strict=False):
-            if ordinal in self.done or ordinal in self.samples:
-                continue
-            self.samples[ordinal] = Sample()
-            if reason:
-                self._reject(ordinal, reason)
-            else:
-                self.pending.append(ordinal)
-        self.cursor = next((ordinal for ordinal in range(reached, self.total) if ordinal not in self.done), self.total)
-        self._check_finished()
-        return self.cursor
-
-    def mark_done(self, lines: list[Line]) -> int:
-        new = sum([self._finish(line.ordinal, line.status, line.tokens, line.bytes, line) for line in lines])
-        self._check_finished()
-        return new
-
-    def reopen(self, lines: list[Line]) -> list[int]:
-        failed = [line.ordinal for line in lines if line.ordinal in self.failures]
-        for ordinal in failed:
-            if self.done.pop(ordinal, None) is not None:
-                self.counts.subtract(("failed", f"failed:{self.failures[ordinal]}"))
-                self.cursor = min(self.cursor, ordinal)
-                self.state = "active" if self.state == "finished" else self.state
-        return failed
-
-    def reject(self, ordinal: int, reason: str) -> bool:
-        sample = self.samples.get(ordinal)
-        if sample is not None and sample.state is State.REJECTED and self.reasons[ordinal] == reason:
-            return True
-        if sample is None or sample.state is not State.PENDING:
-            return False
-        self.pending.remove(ordinal)
-        self._reject(ordinal, reason)
-        return True
+    __slots__ = ()
 
     # ---- requests
 
@@ -128,12 +32,24 @@ class BusModel:
             return "taken"
         if not room(site.caps, self.load(site.site)).fits(attempt.tokens, attempt.dump_bytes):
             return "full"
+        first = sample.attempts == 0 and attempt.ordinal not in self.failures
         self.samples[attempt.ordinal] = sample.claim(attempt.request)
         self.pending.remove(attempt.ordinal)
-        self.requests[attempt.request] = Request(attempt.ordinal, site.site, attempt.tokens, attempt.dump_bytes)
+        self.requests[attempt.request] = Request(
+            attempt.ordinal, site.site, attempt.tokens, attempt.dump_bytes, first=first
+        )
         self.in_flight[attempt.request] = site.site
-        self.credits[attempt.request] = (site.site, attempt.tokens, attempt.dump_bytes)
+        self._hold_credit(attempt.request)
         return "claimed"
+
+    def _hold_credit(self, name: str) -> None:
+        """Whoever holds a credit of a site together with another one is marked for it."""
+        known = self.requests[name]
+        self.credits[name] = (known.site, known.tokens, known.dump_bytes)
+        held = [other for other, (where, _, _) in self.credits.items() if where == known.site]
+        if len(held) > 1:
+            for other in held:
+                self.requests[other].beside_others = True
 
     def load(self, site: str) -> Load:
         held = [(tokens, nbytes) for where, tokens, nbytes in self.credits.values() if where == site]
@@ -149,12 +65,12 @@ class BusModel:
             if name not in self.in_flight:
                 continue
             known = self.requests[name]
-            self.credits[name] = (known.site, known.tokens, known.dump_bytes)
+            self._hold_credit(name)
             known.answered = known.answered or answered
             self.lapsed.discard(("in_flight", name))
         return [name for name in requests if name not in self.in_flight]
 
-    def end(self, name: str, *, burn: bool, kind: str, reason: str, unless_captured: bool = False) -> str:
+    def end(self, name: str, *, burn: Burn, kind: str, reason: str, unless_captured: bool = False) -> str:
         ordinal = RequestId.parse(name).ordinal
         known, sample = self.requests.get(name), self.samples.get(ordinal)
         if known is None:
@@ -163,20 +79,23 @@ class BusModel:
             return "captured"
         if kind == "mismatch" and not known.refused:
             known.refused = True
-            self.counts["verdicts"] += not known.judged
-            known.judged = True
+            self._judged(known)
             self.counts["mismatches"] += 1
             self.counts[f"reason:{reason}"] += 1
+            if known.first:
+                self.counts.update(("first_mismatches", f"first_reason:{reason}"))
         if known.outcome:
             return known.outcome
+        alone = name in self.credits and not known.beside_others
+        burns = alone if burn == "if_alone" else bool(burn)
         self._release(name)
         live = sample is not None and sample.state is State.IN_FLIGHT and sample.live == name
         captured = sample is not None and sample.state is State.CAPTURED and sample.captured == name
         known.outcome = "stale"
         if sample is not None and (live or captured):
-            if burn or captured:
+            if burns or captured:
                 self.dead.append((name, sample.attempts, reason))
-            ended = sample.end_attempt(burn=burn, max_attempts=self.max_attempts)
+            ended = sample.end_attempt(burn=burns, max_attempts=self.max_attempts)
             self.samples[ordinal] = ended
             if ended.state is State.FAILED:
                 self.recording.add(ordinal)
@@ -221,10 +140,15 @@ class BusModel:
             self.dump_bytes[site] += dump_bytes
         self.captured[name] = self.storing[name] = known.site = site
         known.outcome = ""
-        self.counts["verdicts"] += not known.judged
-        known.judged = True
+        self._judged(known)
         self.known_sites.add(site)
         return "captured", known.k
+
+    def _judged(self, known: Request) -> None:
+        if not known.judged:
+            known.judged = True
+            self.counts["verdicts"] += 1
+            self.counts["first_verdicts"] += known.first
 
     def hold(self, site: str, dumps: list[str], queued: list[str]) -> list[str]:
         for name in dumps:
@@ -304,47 +228,3 @@ class BusModel:
             return False
         self.known_sites.discard(site)
         return True
-
-    # ---- shared
-
-    def _reject(self, ordinal: int, reason: str) -> None:
-        self.samples[ordinal] = self.samples[ordinal].reject()
-        self.reasons[ordinal] = reason
-        self.recording.add(ordinal)
-        self.lapsed.add(("recording", str(ordinal)))
-
-    def _release(self, name: str) -> None:
-        for leases in (self.in_flight, self.credits, self.captured, self.storing):
-            leases.pop(name, None)
-        self.lapsed -= {(kind, name) for kind in ("in_flight", "captured", "storing")}
-
-    def _finish(self, ordinal: int, status: str, tokens: int, nbytes: int, line: Line | None = None) -> bool:
-        sample, reason, request = self.samples.get(ordinal), *((line.reason, line.request) if line else ("", ""))
-        newest = sample is not None and (sample.state, sample.live) == (State.FAILED, request)
-        stale = status == "failed" and ordinal in self.failures and not newest
-        if not 0 <= ordinal < self.total or ordinal in self.done or stale:
-            return False
-        self.failures.pop(ordinal, None)
-        if status == "failed":
-            self.failures[ordinal] = reason
-        self.done[ordinal] = status
-        self.counts[status] += 1
-        if status == "stored":
-            self.counts["tokens"] += tokens
-            self.counts["bytes"] += nbytes
-        else:
-            self.counts[f"{status}:{reason}"] += 1
-        if sample is not None:
-            del self.samples[ordinal]
-            if sample.state is State.PENDING:
-                self.pending.remove(ordinal)
-            if sample.captured:
-                self._release(sample.captured)
-                self.requests.pop(sample.captured, None)
-        self.recording.discard(ordinal)
-        self.lapsed.discard(("recording", str(ordinal)))
-        return True
-
-    def _check_finished(self) -> None:
-        if len(self.done) >= self.total and self.state != "cancelled":
-            self.state = "finished"

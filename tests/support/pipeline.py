@@ -26,10 +26,8 @@ from tests.support.waiting import wait_until
 MODEL_NAME = "tiny"
 READY_SECONDS = 90.0
 
-# Short leases, so that a killed process is missed soon; the order of size is that of the defaults. Many tests provoke
-# more mismatches than a run is allowed by default.
+# Short leases, so that a killed process is missed soon; the order of size is that of the defaults.
 QUICK = {
-    "HEADRACE_MISMATCH_LIMIT": "1",
     "HEADRACE_LEASE_IN_FLIGHT_SECONDS": "4",
     "HEADRACE_LEASE_GRACE_SECONDS": "4",
     "HEADRACE_LEASE_CAPTURED_SECONDS": "6",

@@ -29,7 +29,7 @@ from tests.support.waiting import wait_until
 ENVIRON = {
     # With four in flight, a sample from the fifth on is sent when another one was captured: the run has an identity.
     "HEADRACE_MAX_REQUESTS": "4",
-    "HEADRACE_MISMATCH_LIMIT": "1",
+    "HEADRACE_MISMATCH_LIMIT": "1",  # never: the plan's mismatches must not pause a run
     "HEADRACE_SITE_TTL_SECONDS": "60",  # a service that stands still keeps its place
     "HEADRACE_ENGINE_TIMEOUT_SECONDS": "6",
     "HEADRACE_DRAIN_SECONDS": "1",

@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import IllegalTransition
-from headrace_dispatcher.breaker import FAILURES, FIRST_WAIT, LONGEST_WAIT, TRANSITIONS, Breaker, Event, State
+from headrace_dispatcher.breaker import (
+    ANSWER_SECONDS,
+    FAILURES,
+    FIRST_WAIT,
+    LONGEST_WAIT,
+    TRANSITIONS,
+    Breaker,
+    Event,
+    State,
+)
 
 NOW = 1000.0
 
@@ -29,9 +38,9 @@ def half_open() -> Breaker:
 def test_every_state_has_a_row_and_only_an_open_breaker_can_pass_a_probe() -> None:
     assert set(TRANSITIONS) == set(State)
     assert [state for state in State if Event.PASS in TRANSITIONS[state]] == [State.OPEN]
-    closed = Breaker()
-    with pytest.raises(IllegalTransition, match="closed cannot pass"):
-        closed.probed(closed.epoch, NOW, "")
+    for breaker in (Breaker(), half_open(), Breaker.tried()):
+        with pytest.raises(IllegalTransition, match=f"{breaker.state} cannot pass"):
+            breaker.probed(breaker.epoch, NOW, "")
 
 
 def test_only_failures_in_a_row_open_it() -> None:
@@ -74,14 +83,14 @@ def test_the_wait_doubles_with_each_probe_that_fails_and_has_an_end() -> None:
 def test_half_open_lets_one_request_through_whose_answer_closes_it() -> None:
     breaker = half_open()
     assert (breaker.state, breaker.admits) == (State.HALF_OPEN, 1)
-    breaker = breaker.sent()
+    breaker = breaker.sent(NOW)
     assert breaker.admits == 0
     assert breaker.answered().admits is None
     assert failing(FAILURES, breaker.answered()).wait == FIRST_WAIT
 
 
 def test_the_request_that_half_open_let_through_opens_it_again_with_the_doubled_wait() -> None:
-    breaker = failing(1, half_open().sent())
+    breaker = failing(1, half_open().sent(NOW))
     assert (breaker.state, breaker.wait, breaker.probe_at) == (State.OPEN, 2 * FIRST_WAIT, NOW + 2 * FIRST_WAIT)
     assert breaker.due(breaker.probe_at), "no probe is on its way"
 
@@ -89,11 +98,36 @@ def test_the_request_that_half_open_let_through_opens_it_again_with_the_doubled_
 @pytest.mark.parametrize("sent", [False, True])
 def test_requests_of_before_say_nothing_about_an_engine_that_came_back(sent: bool) -> None:
     before = Breaker().epoch
-    tried = half_open().sent() if sent else half_open()
+    tried = half_open().sent(NOW) if sent else half_open()
     assert tried.failed(before, NOW, "timeout", at_once=True) == tried
     closed = tried.answered()
     assert closed.failed(before, NOW, "timeout", at_once=True) == closed
     assert closed.failed(tried.epoch, NOW, "timeout", at_once=True) == closed
+
+
+def test_an_engine_that_was_started_again_after_it_failed_is_tried_as_after_a_probe() -> None:
+    tried = Breaker.tried()
+    assert (tried.state, tried.admits, tried.due(NOW + 100)) == (State.HALF_OPEN, 1, False)
+    sent = tried.sent(NOW)
+    assert sent.admits == 0
+    assert sent.answered() == Breaker(epoch=sent.epoch + 1)
+    opened = failing(1, sent)
+    assert (opened.state, opened.wait, opened.why) == (State.OPEN, FIRST_WAIT, "http_503")
+
+
+@pytest.mark.parametrize("breaker", [half_open(), Breaker.tried()])
+def test_a_request_that_tries_an_engine_and_is_lost_has_it_probed_again(breaker: Breaker) -> None:
+    assert breaker.waited(NOW + 1000) == breaker, "nothing was sent"
+    sent = breaker.sent(NOW)
+    assert sent.waited(NOW + ANSWER_SECONDS - 0.01) == sent
+    late = NOW + ANSWER_SECONDS
+    opened = sent.waited(late)
+    assert (opened.state, opened.probe_at) == (State.OPEN, late + opened.wait)
+    assert "without an answer" in opened.why
+    assert opened.due(opened.probe_at)
+    assert opened.failed(sent.epoch, late, "timeout", at_once=True) == opened, "it failed after all"
+    assert opened.answered().state is State.CLOSED, "it was only late"
+    assert Breaker().sent(NOW).waited(NOW + 1000) == Breaker(), "one that is closed waits for nothing"
 
 
 def test_an_answer_of_before_shows_the_engine_computing_and_a_probe_of_before_is_forgotten() -> None:
@@ -107,36 +141,45 @@ def test_an_answer_of_before_shows_the_engine_computing_and_a_probe_of_before_is
 
 
 steps = st.lists(
-    st.tuples(st.sampled_from(["send", "answer", "fail", "hang", "look", "probe ok", "probe bad"]), st.floats(0, 90)),
+    st.tuples(
+        st.sampled_from(["send", "answer", "fail", "hang", "lose", "look", "probe ok", "probe bad"]), st.floats(0, 90)
+    ),
     max_size=80,
 )
 
 
-@given(steps)
+@given(st.sampled_from([Breaker(), Breaker.tried()]), steps)
 def test_whatever_happens_it_lets_through_what_its_state_says_and_never_gets_stuck(
-    steps: list[tuple[str, float]],
+    breaker: Breaker, steps: list[tuple[str, float]]
 ) -> None:
-    breaker, now = Breaker(), NOW
+    now = NOW
     flying = list[int]()  # epochs of the requests in flight, oldest first
+    lost = list[int]()  # of those whose answer never comes
     probes = list[int]()
-    tripped = NOW
+    tripped = sent_at = NOW
     for what, seconds in steps:
         now += seconds
         before = breaker
         match what:
             case "send" if breaker.admits != 0:
                 flying.append(breaker.epoch)
-                breaker = breaker.sent()
+                breaker = breaker.sent(now)
+                sent_at = now
             case "answer" if flying:
                 flying.pop(0)
                 breaker = breaker.answered()
                 assert breaker.admits is None
             case "fail" | "hang" if flying:
                 breaker = breaker.failed(flying.pop(0), now, what, at_once=what == "hang")
+            case "lose" if flying:
+                lost.append(flying.pop(0))
             case "look" if breaker.due(now):
                 assert now >= tripped + FIRST_WAIT
                 probes.append(breaker.epoch)
                 breaker = breaker.probing()
+            case "look":
+                breaker = breaker.waited(now)
+                assert breaker == before or now >= sent_at + ANSWER_SECONDS
             case "probe ok" | "probe bad" if probes:
                 breaker = breaker.probed(probes.pop(0), now, "" if what == "probe ok" else "bad")
         assert (breaker.epoch != before.epoch) >= (breaker.state != before.state)
@@ -145,8 +188,9 @@ def test_whatever_happens_it_lets_through_what_its_state_says_and_never_gets_stu
             assert FIRST_WAIT <= breaker.wait <= LONGEST_WAIT
             assert breaker.wait == (min(LONGEST_WAIT, 2 * before.wait) if before.wait else FIRST_WAIT)
         if breaker.state is State.HALF_OPEN:
-            tries = flying.count(breaker.epoch)
+            tries = flying.count(breaker.epoch) + lost.count(breaker.epoch)
             assert tries + (breaker.admits or 0) == 1, "one request, or room for it"
+            assert breaker.admits == 1 or breaker.waited(sent_at + ANSWER_SECONDS).state is State.OPEN
         # What it waits for is on its way, or is begun at the next look.
         if breaker.state is State.OPEN:
             assert breaker.epoch in probes or breaker.due(breaker.probe_at)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from headrace.dumpfolder import read_card, read_dump
+from headrace.dumpfolder import read_card, read_dump, read_norm
 from headrace.ids import RequestId
 from headrace.verdicts import Reason, Refusal, Requirement, judge
 from headrace_capture.core import Capture
@@ -210,6 +210,7 @@ def test_the_engine_declares_itself_and_its_final_norm(folder: Path) -> None:
     with safe_open(folder / card.norm_file, framework="pt") as tensors:
         assert torch.equal(tensors.get_tensor("weight"), weight)
         assert float(tensors.metadata()["eps"]) == 1e-5
+    assert read_norm(folder / card.norm_file).eps == 1e-5  # by its checksum
     assert card.norm_file == f"final_norm.{capture.boot}.safetensors"
     assert all((folder / name).stat().st_mode & 0o7777 == 0o640 for name in ("engine.json", card.norm_file))
     capture.close(10)

@@ -22,31 +22,36 @@ def body(**meta: Any) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("status", "content", "outcome", "reason", "burns"),
+    ("status", "content", "outcome", "reason", "burns", "computing"),
     [
-        (200, body(finish_reason={"type": "length"}), "answered", "", True),
-        (200, body(finish_reason=None), "answered", "", True),
-        (200, body(finish_reason={"type": "abort", "message": "gone"}), "refused", "aborted", True),
-        (200, body(headrace="dropped:evicted"), "dropped", "evicted", True),
-        (200, body(headrace="dropped:no_room"), "dropped", "no_room", False),
-        (200, body(headrace=[None, "dropped:internal"]), "dropped", "internal", True),
-        (200, body(headrace="dropped:prefix_cached"), "dropped", "prefix_cached", True),
-        (200, body(headrace="dropped:disk on fire"), "dropped", "internal", True),
-        (200, body(headrace="dropped:duplicate"), "dropped", "internal", True),
-        (200, body(headrace=[]), "answered", "", True),
-        (200, body(headrace={"a": 1}), "answered", "", True),
-        (400, b'{"error": {"message": "duplicate rid"}}', "refused", "http_400", True),
-        (503, b"loading", "unavailable", "http_503", False),
-        (500, b"", "unavailable", "http_500", False),
-        (200, b"<html>", "refused", "bad_answer", True),
-        (200, b"[]", "refused", "bad_answer", True),
-        (200, b'{"meta_info": 3}', "refused", "bad_answer", True),
-        (200, b'{"meta_info": {"finish_reason": "stop"}}', "answered", "", True),
+        (200, body(finish_reason={"type": "length"}), "answered", "", True, True),
+        (200, body(finish_reason=None), "answered", "", True, True),
+        (200, body(finish_reason={"type": "abort", "message": "gone"}), "refused", "aborted", True, True),
+        (200, body(headrace="dropped:evicted"), "dropped", "evicted", True, True),
+        (200, body(headrace="dropped:no_room"), "dropped", "no_room", False, True),
+        (200, body(headrace=[None, "dropped:internal"]), "dropped", "internal", True, True),
+        (200, body(headrace="dropped:prefix_cached"), "dropped", "prefix_cached", True, True),
+        (200, body(headrace="dropped:disk on fire"), "dropped", "internal", True, True),
+        (200, body(headrace="dropped:duplicate"), "dropped", "internal", True, True),
+        (200, body(headrace=[]), "answered", "", True, True),
+        (200, body(headrace={"a": 1}), "answered", "", True, True),
+        (400, b'{"error": {"message": "duplicate rid"}}', "refused", "http_400", True, True),
+        (401, b"sign in", "refused", "http_401", True, False),
+        (404, b"no such page", "refused", "http_404", True, False),
+        (429, b"slower", "refused", "http_429", True, False),
+        (503, b"loading", "unavailable", "http_503", False, False),
+        (500, b"", "unavailable", "http_500", False, False),
+        (200, b"<html>", "refused", "bad_answer", True, False),
+        (200, b"[]", "refused", "bad_answer", True, False),
+        (200, b'{"meta_info": 3}', "refused", "bad_answer", True, False),
+        (200, b'{"meta_info": {"finish_reason": "stop"}}', "answered", "", True, True),
     ],
 )
-def test_each_answer_has_its_meaning(status: int, content: bytes, outcome: str, reason: str, burns: bool) -> None:
+def test_each_answer_has_its_meaning(
+    status: int, content: bytes, outcome: str, reason: str, burns: bool, computing: bool
+) -> None:
     answer = read_answer(status, content)
-    assert (answer.outcome, answer.reason, answer.burns) == (outcome, reason, burns)
+    assert (answer.outcome, answer.reason, answer.burns, answer.computing) == (outcome, reason, burns, computing)
 
 
 def test_what_an_engine_said_is_the_detail_and_bounded() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,12 @@ def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_bytes(b'[run]\nname = "\xff"\n')
     with pytest.raises(UsageError, match="not TOML"):
         load_run_file(tmp_path / "run.toml")
+
+
+def test_a_folder_whose_name_is_no_text_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff\xfe")
+    folder.mkdir()
+    assert "run.data = 'samples.jsonl' is below a folder whose name is no UTF-8 text" in _fault(folder, WHOLE)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from headrace.dumpfolder import read_dump
 from headrace.messages import StoreJob
+from headrace.tensorfile import decode_header, encode_header
 from headrace_writer import formats
 from headrace_writer.destination import HashingFile
 from headrace_writer.formats.base import RowSource
@@ -30,16 +31,17 @@ def place_row(
     sample: Sample,
     job: StoreJob | None = None,
     change: Callable[[RowSource], RowSource] | None = None,
+    form: str = FORM.name,
     **dump: Any,
 ) -> Path:
     """Put a row there as a writer would that was killed before its line, from a dump that is gone after."""
     made = sample.dump(tmp_path, attempt=5, **dump)
     source = open_source(made, read_dump(made), job or sample.job(attempt=5))
     assert isinstance(source, RowSource)
-    path = tmp_path / "dataset" / FORM.path(7)
+    path = tmp_path / "dataset" / formats.get(form).path(7)
     path.parent.mkdir(parents=True)
     with HashingFile(path) as file:
-        FORM.write(change(source) if change else source, file)
+        formats.get(form).write(change(source) if change else source, file)
     made.unlink()
     return path
 
@@ -195,6 +197,69 @@ def test_a_torn_row_is_quarantined(tmp_path: Path) -> None:
     path = place_row(tmp_path, sample)
     path.write_bytes(path.read_bytes()[:-1])
     assert "the file holds" in problem_after_store(tmp_path, sample)
+
+
+@pytest.mark.parametrize("form", formats.names())
+@pytest.mark.parametrize("part", ["aux", "final"])
+def test_a_row_with_one_bit_flipped_is_quarantined(tmp_path: Path, form: str, part: str) -> None:
+    """No value of it gives the flip away, and a line would be given a checksum of it."""
+    sample, output = make_sample(), tmp_path / "dataset"
+    spec = make_spec(output, format=form, final_state="post_norm")
+    post_norm = {"final_state": "post_norm"}
+    path = place_row(tmp_path, sample, form=form, changes=post_norm)
+    whole = path.read_bytes()
+    states = getattr(formats.get(form).read(path), part).buffer.tobytes()
+    damaged = bytearray(whole)
+    damaged[whole.index(states) + 100] ^= 1
+    path.write_bytes(damaged)
+    outcome = Store(output, spec, "w1").store(sample.job(), sample.dump(tmp_path, changes=post_norm), AT)
+    assert isinstance(outcome, Stored)
+    assert not outcome.adopted
+    (kept,) = (output / ".quarantine").glob("*.bad")
+    assert kept.read_bytes() == damaged
+    assert path.read_bytes() != damaged
+
+
+@pytest.mark.parametrize("form", formats.names())
+def test_a_whole_row_is_adopted_in_any_format(tmp_path: Path, form: str) -> None:
+    sample, output = make_sample(), tmp_path / "dataset"
+    place_row(tmp_path, sample, form=form, changes={"final_state": "post_norm"})
+    spec = make_spec(output, format=form, final_state="post_norm")
+    outcome = Store(output, spec, "w1").store(sample.job(), tmp_path / "gone", AT)
+    assert isinstance(outcome, Stored)
+    assert outcome.adopted
+
+
+def test_a_row_that_has_no_checksum_as_those_of_the_first_version_is_adopted(tmp_path: Path) -> None:
+    sample = make_sample()
+    path = place_row(tmp_path, sample)
+    data = path.read_bytes()
+    tensors, metadata, offset = decode_header(data, len(data))
+    del metadata["checksum"]
+    path.write_bytes(encode_header(tensors, metadata) + data[offset:])
+    outcome = store_of(tmp_path).store(sample.job(), tmp_path / "gone", AT)
+    assert isinstance(outcome, Stored)
+    assert outcome.adopted
+
+
+def test_a_row_from_a_dump_in_another_order_has_no_checksum_and_is_adopted(tmp_path: Path) -> None:
+    """The dump's checksum covers the same bytes in the row's order only."""
+    sample = make_sample()
+
+    def reorder(source: RowSource) -> RowSource:
+        tensors = dict(source.header.tensors)
+        moved = replace(tensors["final"], begin=0, end=tensors["final"].nbytes)
+        later = {
+            name: replace(info, begin=info.begin + moved.nbytes, end=info.end + moved.nbytes)
+            for name, info in tensors.items()
+            if name != "final"
+        }
+        return replace(source, header=replace(source.header, tensors={**later, "final": moved}))
+
+    place_row(tmp_path, sample, change=reorder)
+    outcome = store_of(tmp_path).store(sample.job(), tmp_path / "gone", AT)
+    assert isinstance(outcome, Stored)
+    assert outcome.adopted
 
 
 def test_a_link_at_the_place_of_a_row_is_quarantined_unfollowed(tmp_path: Path) -> None:

@@ -134,7 +134,24 @@ def test_a_row_of_a_newer_schema_says_so(tmp_path: Path) -> None:
         FORM.read(path)
 
 
-@pytest.mark.parametrize("metadata", [{"ordinal": "x"}, {"boundaries": "7"}, {"boundaries": "["}])
+BROKEN = [
+    {"ordinal": "x"},
+    {"ordinal": "07"},
+    {"ordinal": "٧"},
+    {"ordinal": "9" * 30},
+    {"schema": " 1"},
+    {"boundaries": "7"},
+    {"boundaries": "["},
+    {"boundaries": '"246"'},
+    {"boundaries": '{"2": 4}'},
+    {"boundaries": "[2.5, 4, 6]"},
+    {"boundaries": "[true, 4, 6]"},
+    {"boundaries": "[Infinity]"},
+    {"boundaries": "[1e400]"},
+]
+
+
+@pytest.mark.parametrize("metadata", BROKEN)
 def test_a_row_with_broken_metadata_is_unreadable(tmp_path: Path, metadata: dict[str, str]) -> None:
     path = write_row(tmp_path, make_sample())
     rewrite(path, None, **metadata)

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from headrace.dumpfolder import read_norm
 from headrace.dumps import ENGINE_FILE, POST_NORM
 from headrace.errors import Conflict, HeadraceError, Unavailable, Unreadable, UsageError
-from headrace.finalnorm import NORM_FILE
+from headrace.finalnorm import NORM_FILE, FinalNorm
 from headrace.runs import Identity
 from headrace.verdicts import Reason
+from headrace_capture.folder import norm_file
 from headrace_writer import formats
 from headrace_writer.destination import Destination
+from headrace_writer.formats import rmsnorm
 from headrace_writer.norm import NormKeeper
 from headrace_writer.store import DumpGone, Refused, Store, Stored, finish
 from tests.support.dumps import ENGINE, WEIGHTS, make_norm
 from tests.support.stores import AT, HIDDEN, lines_of, make_sample, make_spec, row_files
-from tests.support.watched import declare
+from tests.support.watched import BOOT, declare, put
 
 IDENTITY = Identity(engine=ENGINE, weight_version=WEIGHTS)
 NORM = make_norm(HIDDEN)
@@ -112,13 +117,43 @@ def test_an_engine_without_a_norm_of_the_runs_width_cannot_serve_what_needs_it(
         keeper(output, "w3", format="specforge").find(dumps, IDENTITY)
 
 
-def test_a_damaged_norm_in_the_dataset_is_named_and_never_replaced(dumps: Path, output: Path) -> None:
-    declare(dumps, NORM)
+def flipped(norm: FinalNorm) -> bytes:
+    data = bytearray(norm.encode())
+    data[-3] ^= 0x40
+    return bytes(data)
+
+
+@pytest.mark.parametrize("engine", ["there", "away"])
+@pytest.mark.parametrize(
+    "data", [b"torn", flipped(NORM), make_norm(HIDDEN // 2).encode()], ids=["torn", "flipped", "narrow"]
+)
+def test_a_damaged_norm_in_the_dataset_is_named_and_never_replaced(
+    data: bytes, engine: str, dumps: Path, output: Path
+) -> None:
+    if engine == "there":
+        declare(dumps, NORM)
     output.mkdir()
-    (output / NORM_FILE).write_bytes(b"torn")
+    (output / NORM_FILE).write_bytes(data)
     with pytest.raises(Unreadable, match="remove it, then resume"):
         keeper(output, format="specforge").find(dumps, IDENTITY)
-    assert (output / NORM_FILE).read_bytes() == b"torn"
+    assert (output / NORM_FILE).read_bytes() == data
+    (output / NORM_FILE).unlink()
+    declare(dumps, NORM)
+    assert keeper(output, "w2", format="specforge").find(dumps, IDENTITY) == NORM
+
+
+def test_a_damaged_norm_of_the_engine_is_named_and_never_kept(dumps: Path, output: Path) -> None:
+    declare(dumps, NORM)
+    put(dumps / norm_file(BOOT), flipped(NORM))
+    with pytest.raises(Unreadable, match=r"damaged.*start the engine again"):
+        keeper(output, format="specforge").find(dumps, IDENTITY)
+    assert keeper(output, "w2").find(dumps, IDENTITY) is None
+    assert not (output / NORM_FILE).exists()
+    declare(dumps, NORM, boot="otherotherot")
+    kept = keeper(output, "w3", format="specforge")
+    assert kept.find(dumps, IDENTITY) == NORM
+    put(dumps / norm_file("otherotherot"), flipped(NORM))
+    assert keeper(output, "w4", format="specforge").find(dumps, IDENTITY) == NORM
 
 
 def test_a_dump_becomes_a_row_with_the_norm_and_is_adopted_and_found_by_its_line(dumps: Path, output: Path) -> None:
@@ -182,6 +217,59 @@ def test_a_writer_without_torch_stores_what_needs_none(
     monkeypatch.undo()
     declare(dumps, NORM)
     assert isinstance(Store(output, spec, "w1").store(sample.job(), dump, AT), Stored)
+
+
+@contextmanager
+def broken_torch(folder: Path, module: str) -> Iterator[None]:
+    """A fresh interpreter's view of a torch whose `__init__` is this; the real one is back afterwards."""
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch" / "__init__.py").write_text(module)
+    ours = (rmsnorm.__name__, "torch")
+    real = {name: entry for name, entry in sys.modules.items() if name in ours or name.startswith("torch.")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        for name in real:
+            patch.delitem(sys.modules, name)
+        patch.delattr(formats, "rmsnorm")
+        try:
+            yield
+        finally:
+            for name in [name for name in sys.modules if name in ours or name.startswith("torch.")]:
+                del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        ("", "ImportError: cannot import name 'Tensor' from 'torch'"),
+        ("import torch.nowhere", "No module named 'torch.nowhere'"),
+        ("raise ImportError('libtorch.so: cannot open')", "ImportError: libtorch.so: cannot open"),
+        ("raise RuntimeError('operator\\ndoes not exist')", "RuntimeError: operator does not exist"),
+        ("raise OSError('libtorch.so: file too short')", "OSError: libtorch.so: file too short"),
+        ("def torn(", "SyntaxError"),
+    ],
+    ids=["empty", "half", "import", "runtime", "os", "torn"],
+)
+def test_a_torch_that_is_not_whole_is_named_before_a_dump_is_touched(
+    module: str, says: str, dumps: Path, output: Path, tmp_path: Path
+) -> None:
+    declare(dumps, NORM)
+    spec, sample = make_spec(output, format="specforge"), make_sample()
+    dump = sample.dump(dumps)
+    with broken_torch(tmp_path / "broken", module):
+        for _ in range(2):
+            with pytest.raises(UsageError) as caught:
+                Store(output, spec, "w1")
+            assert says in str(caught.value)
+            assert "--force-reinstall torch, start the writer again, then: headrace resume tale" in str(caught.value)
+        Store(output, make_spec(output, format="specforge", final_state=POST_NORM), "w1").close()
+    assert isinstance(Store(output, spec, "w1").store(sample.job(), dump, AT), Stored)
+
+
+def test_a_torch_that_computes_wrongly_is_named(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rsqrt", torch.sqrt)
+    with pytest.raises(UsageError, match=r"RuntimeError: it computes [0-9a-f]+ in BF16 where 803f00c0404080c0 is"):
+        Store(output, make_spec(output, format="specforge"), "w1")
 
 
 def test_a_store_whose_norm_is_missing_holds_nothing(dumps: Path, output: Path) -> None:

@@ -18,7 +18,7 @@ from headrace.settings import load_settings
 from headrace_cli import console
 from headrace_cli.doctor import examine
 from headrace_cli.follow import follow
-from headrace_cli.status import NO_RUNS, print_json, read_run, read_runs, watch
+from headrace_cli.status import BURNT_IN_JSON, NO_RUNS, find_run, print_json, read_runs, report_on, watch
 from headrace_cli.submit import SMOLLM2, submit_run
 
 app = typer.Typer(
@@ -27,7 +27,7 @@ app = typer.Typer(
     add_completion=False,
     help="Hidden states of a served model, proven token by token, on their way to draft training.",
     epilog="Exit codes: 0 done, 1 error, 2 wrong input, 3 something is away, 4 conflict, 5 verification failed, "
-    "6 the run ended with samples open.",
+    "6 the run ended with samples open, 130 Ctrl-C.",
 )
 
 Run = Annotated[str, typer.Argument(help="The run's name.", show_default=False)]
@@ -107,17 +107,15 @@ def status(
         raise UsageError("--wait follows one run with a bar: name it, and leave out --watch")
     with _bus() as bus:
         if watched:
-            view = watch(bus, run, as_json=as_json)
-            if view is not None:
-                _finish(view)
+            _finish(watch(bus, run, as_json=as_json))
             return
         if not run:
             _show_all(bus, as_json=as_json)
             return
-        report = read_run(bus, run)
+        view = find_run(bus, run)
         if wait:
-            follow(bus, run, to=console.err if as_json else console.out)
-            report = read_run(bus, run)
+            view = follow(bus, run, to=console.err if as_json else console.out)
+        report = report_on(bus, view, burnt=BURNT_IN_JSON if as_json else console.BURNT_SHOWN)
         if as_json:
             print_json(report.to_json())
         else:
@@ -128,8 +126,9 @@ def status(
 @app.command()
 def pause(run: Run, reason: Annotated[str, typer.Option(help="Shown by status.")] = "by hand") -> None:
     """Give out no more samples of a run; what is in flight is still stored."""
+    _check_reason(reason)
     with _bus() as bus:
-        read_run(bus, run)
+        find_run(bus, run)
         _say(run, bus.runs.pause(run, reason, by_hand=True), "paused")
 
 
@@ -137,7 +136,7 @@ def pause(run: Run, reason: Annotated[str, typer.Option(help="Shown by status.")
 def resume(run: Run) -> None:
     """Go on with a paused run."""
     with _bus() as bus:
-        read_run(bus, run)
+        find_run(bus, run)
         _say(run, bus.runs.activate(run), "active", "finished")
 
 
@@ -145,7 +144,7 @@ def resume(run: Run) -> None:
 def cancel(run: Run) -> None:
     """Stop a run for good; submitting it again goes on with it."""
     with _bus() as bus:
-        read_run(bus, run)
+        find_run(bus, run)
         _say(run, bus.runs.cancel(run), "cancelled")
 
 
@@ -190,7 +189,8 @@ def doctor() -> None:
     findings = examine(settings)
     for finding in findings:
         mark = Text("ok  ", style="green") if finding.ok else Text("fix ", style="red")
-        console.out.print(mark, finding.what + ("" if finding.ok else f"\n     {finding.fix}"))
+        fix = "" if finding.ok else f"\n     {console.one_line(finding.fix)}"
+        console.out.print(mark, console.one_line(finding.what) + fix)
     bad = sum(not finding.ok for finding in findings)
     if bad:
         raise Unavailable(f"{bad} of {len(findings)} checks need a change; see above")
@@ -202,7 +202,7 @@ def _bus() -> closing[Bus]:
 
 
 def _show_all(bus: Bus, *, as_json: bool) -> None:
-    reports, unreadable = read_runs(bus)
+    reports, unreadable = read_runs(bus, burnt=BURNT_IN_JSON if as_json else 0)
     if as_json:
         print_json([report.to_json() for report in reports])
     elif reports:
@@ -217,6 +217,15 @@ def _say(run: str, state: RunState | None, *wanted: RunState) -> None:
     if state not in wanted:
         raise Conflict(f"run {run!r} is {state or 'gone'}; it cannot become {wanted[0]}")
     console.out.print(f"run {run}: {state}")
+
+
+def _check_reason(reason: str) -> None:
+    if len(reason) > console.MOST_CHARACTERS:
+        raise UsageError(f"--reason has {len(reason)} characters; give at most {console.MOST_CHARACTERS}")
+    try:
+        reason.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"--reason {reason!r} is no UTF-8 text; give it as one") from error
 
 
 def _finish(view: RunView) -> None:

@@ -11,16 +11,29 @@ from rich.table import Table
 
 from headrace.bus.values import RunView
 
-_DEAD_SHOWN = 5
-# Control characters but the tab and the line's end, and bytes of a file name that were no text.
+BURNT_SHOWN = 5
+MOST_CHARACTERS = 500  # of a reason
+# Control characters but the tab and the line's end are left out. What is no text, of a file's name, what turns the
+# direction of writing, and other ends of lines are shown to be there.
+_DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _UNPRINTABLE = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160))) | dict.fromkeys(
-    range(0xD800, 0xE000), "\ufffd"
+    (*_DIRECTIONS, 0x2028, 0x2029, *range(0xD800, 0xE000)), "\ufffd"
 )
 
 
 def printable(text: str) -> str:
     """The text without what a terminal would obey: reasons, paths and reports come from others."""
     return text.translate(_UNPRINTABLE)
+
+
+def one_line(text: str) -> str:
+    """The printable text as one line: where a line is a record, nobody's words make another one."""
+    return printable(text).replace("\n", "\\n")
+
+
+def quoted(text: str) -> str:
+    """A reason in one line, cut at its most characters."""
+    return one_line(text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 1]}…")
 
 
 class _DataConsole(Console):
@@ -84,12 +97,12 @@ def books(view: RunView) -> str:
 def why_failed(view: RunView) -> str:
     """The reasons of failed samples, to put behind the books; empty when none failed."""
     reasons = ", ".join(f"{reason} {count}" for reason, count in view.failed_by.items())
-    return f" (failed: {reasons})" if reasons else ""
+    return one_line(f" (failed: {reasons})") if reasons else ""
 
 
 def state_of(view: RunView) -> str:
     """The state, with its reason."""
-    return f"{view.state}: {view.reason}" if view.reason else view.state
+    return f"{view.state}: {quoted(view.reason)}" if view.reason else view.state
 
 
 def runs_table(views: list[RunView]) -> Table:
@@ -106,9 +119,9 @@ def runs_table(views: list[RunView]) -> Table:
 
 def run_line(view: RunView) -> str:
     """One run in one line, without what changes with the time alone."""
-    waiting = f" · waiting for {view.waiting_for}" if view.waiting_for else ""
+    waiting = f" · waiting for {quoted(view.waiting_for)}" if view.waiting_for else ""
     now = f"open {view.open} · {view.in_flight} in flight{waiting}"
-    return f"run {view.spec.run} is {state_of(view)} · {books(view)}{why_failed(view)} · {now}"
+    return one_line(f"run {view.spec.run} is {state_of(view)} · {books(view)}{why_failed(view)} · {now}")
 
 
 def run_table(view: RunView, dead: Sequence[tuple[str, int, str]], now: float) -> Table:
@@ -122,7 +135,7 @@ def run_table(view: RunView, dead: Sequence[tuple[str, int, str]], now: float) -
     spec = view.spec
     table.add_row("run", f"{spec.run}  ({state_of(view)})")
     if view.waiting_for:
-        table.add_row("waiting for", view.waiting_for)
+        table.add_row("waiting for", quoted(view.waiting_for))
     table.add_row("samples", books(view) + f" · open {view.open}")
     table.add_row("now", f"{view.pending} pending · {view.in_flight} in flight · {view.fed} fed and not done")
     table.add_row("stored", f"{view.tokens:,} tokens · {human_bytes(view.bytes)}")
@@ -133,10 +146,11 @@ def run_table(view: RunView, dead: Sequence[tuple[str, int, str]], now: float) -
         ("failed", view.failed_by),
     ):
         if counts:
-            table.add_row(title, " · ".join(f"{reason} {count}" for reason, count in counts.items()))
-    if view.failed:
-        last = [f"{reason}: attempt {attempt}, {request}" for request, attempt, reason in dead[:_DEAD_SHOWN]]
-        table.add_row("last dead letters", "\n".join(last) or "none")
+            table.add_row(title, one_line(" · ".join(f"{reason} {count}" for reason, count in counts.items())))
+    if dead:
+        shown = dead[:BURNT_SHOWN]
+        last = [one_line(f"{reason}: attempt {attempt}, {request}") for request, attempt, reason in shown]
+        table.add_row("last burnt attempts", "\n".join(last))
     if view.identity is not None:
         table.add_row("engine", f"{view.identity.engine}, weights {view.identity.weight_version}")
     table.add_row("boundaries", f"{list(spec.boundaries)} and {spec.final_state}, format {spec.format}")
@@ -146,7 +160,9 @@ def run_table(view: RunView, dead: Sequence[tuple[str, int, str]], now: float) -
 
 def _rate(view: RunView, now: float) -> str:
     if view.state == "finished" and view.finished_at is not None:
-        return f"finished in {human_seconds(view.finished_at - view.created_at)}"
+        if view.reopened_at is None:
+            return f"finished in {human_seconds(view.finished_at - view.created_at)}"
+        return f"failed samples tried again in {human_seconds(view.finished_at - view.reopened_at)}"
     rate = view.rate(now)
     if rate is None:
         return "no row stored lately"

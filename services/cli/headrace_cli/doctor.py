@@ -10,7 +10,7 @@ import requests
 from headrace.bus import Bus
 from headrace.bus.client import redact
 from headrace.bus.values import Site
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, Unreadable
 from headrace.settings import Settings
 
 _TIMEOUT = 5.0
@@ -79,7 +79,12 @@ def _sites(bus: Bus) -> list[Finding]:
     ]
     for name in lapsed:
         fix = "its watcher is gone or its engine is not well; what it captured is given to others soon"
-        findings.append(Finding(what=f"site {name} is not registered", ok=False, fix=fix))
+        try:
+            bus.sites.get(name)
+            what = f"site {name} is not registered"
+        except Unreadable as error:
+            what, fix = f"site {name} takes no requests", str(error)
+        findings.append(Finding(what=what, ok=False, fix=fix))
     return findings
 
 

@@ -112,9 +112,9 @@ class Stack:
         while not self.ready(name):
             process = self._processes.get(name)
             if process is not None and process.poll() is not None:
-                raise Unavailable(f"{name} ended with code {process.returncode}:\n{self.tail(name)}")
+                raise Unavailable(f"{name} ended with code {process.returncode}{self._last_words(name)}")
             if time.monotonic() > until:
-                raise Unavailable(f"{name} is not ready after {timeout:.0f} s:\n{self.tail(name)}")
+                raise Unavailable(f"{name} is not ready after {timeout:.0f} s{self._last_words(name)}")
             if idle is not None:
                 idle()
             time.sleep(0.1)
@@ -137,7 +137,7 @@ class Stack:
     def check(self) -> None:
         """Raise Unavailable when a service that was started has ended."""
         for name, code in self.ended().items():
-            raise Unavailable(f"{name} ended with code {code}:\n{self.tail(name)}")
+            raise Unavailable(f"{name} ended with code {code}{self._last_words(name)}")
 
     def ended(self) -> dict[str, int]:
         """Services that were started and ended by themselves, with their exit codes."""
@@ -150,6 +150,10 @@ class Stack:
             return "\n".join((self.logs / f"{name}.log").read_text(errors="replace").splitlines()[-lines:])
         except FileNotFoundError:
             return ""
+
+    def _last_words(self, name: str) -> str:
+        words = " | ".join(self.tail(name).splitlines()) or "nothing"
+        return f"; the last lines of {self.logs / f'{name}.log'}: {words}"
 
     def pid(self, name: str) -> int:
         """The process id of a service."""

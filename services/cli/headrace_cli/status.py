@@ -17,18 +17,19 @@ from rich.text import Text
 
 from headrace.bus import Bus
 from headrace.bus.values import RunView
-from headrace.errors import RedisAway, Unreadable, UsageError
-from headrace.ids import RequestId
+from headrace.errors import RedisAway, UnknownRun, Unreadable
+from headrace.ids import RequestId, check_run_name
 from headrace_cli import console
+from headrace_cli.absence import GONE_SECONDS, Absence
 
 NO_RUNS = "No runs. Start one with: headrace submit RUN.toml"
 _LOOK_SECONDS = 1.0
-_DEAD_LETTERS = 100
+BURNT_IN_JSON = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A run at `now`, seconds of Redis TIME, and its latest burnt attempts: request id, attempt, reason."""
+    """A run at `now`, seconds of Redis TIME, and its latest burnt attempts that were asked for: id, attempt, reason."""
 
     view: RunView
     dead: Sequence[tuple[str, int, str]]
@@ -79,27 +80,34 @@ class Report:
         }
 
 
-def read_run(bus: Bus, run: str) -> Report:
-    """The run as it is now.
+def find_run(bus: Bus, run: str) -> RunView:
+    """The run as Redis has it now.
 
     Raises:
-        UsageError: Redis does not know it.
+        UsageError: no run can have this name.
+        UnknownRun: Redis does not know it.
         Unreadable: a newer version wrote it.
     """
-    view = bus.runs.get(run)
+    view = bus.runs.get(check_run_name(run))
     if view is None:
         known = ", ".join(bus.runs.names()) or "none"
-        raise UsageError(f"no run {run!r} in Redis (known: {known}); submit its run file again to bring it back")
-    return Report(view=view, dead=bus.runs.dead(run, _DEAD_LETTERS), now=bus.server_clock()[1])
+        raise UnknownRun(f"no run {run!r} in Redis (known: {known}); submit its run file again to bring it back")
+    return view
 
 
-def read_runs(bus: Bus) -> tuple[list[Report], list[str]]:
+def report_on(bus: Bus, view: RunView, *, burnt: int) -> Report:
+    """The run as it was seen just now, with so many of its latest burnt attempts."""
+    dead = bus.runs.dead(view.spec.run, burnt) if burnt else ()
+    return Report(view=view, dead=dead, now=bus.server_clock()[1])
+
+
+def read_runs(bus: Bus, *, burnt: int) -> tuple[list[Report], list[str]]:
     """All runs as they are now, and what is wrong with those that cannot be read."""
     reports, unreadable = [], []
     for name in bus.runs.names():
         try:
-            reports.append(read_run(bus, name))
-        except UsageError:
+            reports.append(report_on(bus, find_run(bus, name), burnt=burnt))
+        except UnknownRun:
             continue  # it expired just now
         except Unreadable as error:
             unreadable.append(f"run {name!r}: {error}; submit its run file again to write it anew")
@@ -111,38 +119,47 @@ def print_json(value: object) -> None:
     console.out.print(json.dumps(value))
 
 
-def watch(bus: Bus, run: str, *, as_json: bool) -> RunView | None:
-    """Show a run every second until it is finished or cancelled, or all runs where `run` is empty, until Ctrl-C.
+def watch(bus: Bus, run: str, *, as_json: bool) -> RunView:
+    """Show a run every second until it is finished or cancelled, and return it as it ended; all runs, without end,
+    where `run` is empty.
 
     A table on a terminal, else a line for each change; as JSON a line for each look. A Redis that is away is waited
-    for. Returns the run as it ended; None after Ctrl-C.
+    for, and so is a run that Redis has lost: a dispatcher that serves it brings it back.
 
     Raises:
-        UsageError: Redis does not know the run, or not any more.
+        UnknownRun: Redis does not know the run, or not any more.
         Unreadable: a newer version wrote it.
     """
     screen = (_Json if as_json else _Table if console.out.is_terminal else _Lines)(one=bool(run))
-    try:
-        with screen:
-            while True:
-                try:
-                    reports, unreadable = ([read_run(bus, run)], []) if run else read_runs(bus)
-                except RedisAway as error:
-                    screen.away(str(error))
-                else:
-                    screen.show(reports, unreadable)
-                    if run and reports[0].view.state in ("finished", "cancelled"):
-                        return reports[0].view
-                time.sleep(_LOOK_SECONDS)
-    except KeyboardInterrupt:
-        return None
+    gone = Absence(GONE_SECONDS)
+    seen = False
+    with screen:
+        while True:
+            try:
+                one = [report_on(bus, find_run(bus, run), burnt=screen.burnt)] if run else None
+                reports, unreadable = (one, []) if one else read_runs(bus, burnt=screen.burnt)
+            except RedisAway as error:
+                gone.ended()
+                screen.missing(f"Redis is away: {error}")
+            except UnknownRun:
+                if not seen or gone.too_long(time.monotonic()):
+                    raise
+                screen.missing(f"run {run} is gone from Redis; a dispatcher that serves it brings it back")
+            else:
+                gone.ended()
+                seen = True
+                screen.show(reports, unreadable)
+                if run and reports[0].view.state in ("finished", "cancelled"):
+                    return reports[0].view
+            time.sleep(_LOOK_SECONDS)
 
 
 class _Screen(AbstractContextManager[None]):
-    """What a watcher looks at: one run, or all of them."""
+    """What a watcher looks at: one run, or all of them, each with so many burnt attempts."""
 
-    def __init__(self, *, one: bool) -> None:
+    def __init__(self, *, one: bool, burnt: int = 0) -> None:
         self.one = one
+        self.burnt = burnt
 
     def __exit__(self, *_: object) -> None:
         return
@@ -152,15 +169,15 @@ class _Screen(AbstractContextManager[None]):
         """Show the runs as they are now."""
 
     @abstractmethod
-    def away(self, why: str) -> None:
-        """Say that Redis does not answer now."""
+    def missing(self, why: str) -> None:
+        """Say why nothing can be seen now."""
 
 
 class _Table(_Screen):
     """A table that is drawn anew in its place."""
 
     def __init__(self, *, one: bool) -> None:
-        super().__init__(one=one)
+        super().__init__(one=one, burnt=console.BURNT_SHOWN if one else 0)
         self._live = Live(console=console.fitting(), auto_refresh=False)
         self._last: RenderableType = ""
 
@@ -176,11 +193,11 @@ class _Table(_Screen):
             self._last = console.run_table(report.view, report.dead, report.now)
         else:
             table = console.runs_table([report.view for report in reports]) if reports else Text(NO_RUNS)
-            self._last = Group(table, *(Text(problem, style="red") for problem in unreadable))
+            self._last = Group(table, *(Text(console.one_line(problem), style="red") for problem in unreadable))
         self._live.update(self._last, refresh=True)
 
-    def away(self, why: str) -> None:
-        self._live.update(Group(self._last, Text(f"Redis is away: {why}", style="red")), refresh=True)
+    def missing(self, why: str) -> None:
+        self._live.update(Group(self._last, Text(why, style="red")), refresh=True)
 
 
 class _Lines(_Screen):
@@ -194,13 +211,13 @@ class _Lines(_Screen):
         said = {report.view.spec.run: console.run_line(report.view) for report in reports}
         self._say(said | {problem: problem for problem in unreadable} or {"": NO_RUNS})
 
-    def away(self, why: str) -> None:
-        self._say({"redis": f"Redis is away: {why}"})
+    def missing(self, why: str) -> None:
+        self._say({"": why})
 
     def _say(self, said: dict[str, str]) -> None:
         for name, line in said.items():
             if self._said.get(name) != line:
-                console.out.print(line)
+                console.out.print(console.one_line(line))
         self._said = said
 
 
@@ -208,20 +225,20 @@ class _Json(_Screen):
     """A line of JSON for each look; what is no run goes to stderr, once."""
 
     def __init__(self, *, one: bool) -> None:
-        super().__init__(one=one)
+        super().__init__(one=one, burnt=BURNT_IN_JSON)
         self._said = list[str]()
 
     def show(self, reports: Sequence[Report], unreadable: Sequence[str]) -> None:
         self._say(unreadable)
         print_json(reports[0].to_json() if self.one else [report.to_json() for report in reports])
 
-    def away(self, why: str) -> None:
-        self._say([f"Redis is away: {why}"])
+    def missing(self, why: str) -> None:
+        self._say([why])
 
     def _say(self, problems: Sequence[str]) -> None:
         for problem in problems:
             if problem not in self._said:
-                console.err.print(problem)
+                console.err.print(console.one_line(problem))
         self._said = list(problems)
 
 

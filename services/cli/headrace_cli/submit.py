@@ -49,7 +49,7 @@ def submit_run(
         UsageError, Conflict, Unreadable: see `headrace_dispatcher.prepare.prepare`.
         UsageError: with `only_failed`, the run was never submitted into its output.
         Conflict: Redis has another extraction of this name, or lines that the folder lacks, or every engine serves
-            something else.
+            something else; with `only_failed`, the run is cancelled.
         Unavailable: no engine is registered.
     """
     loaded = load_run_file(run_file)
@@ -74,7 +74,8 @@ def submit_run(
         bar.update(task, visible=False)
     prepared.inputs.close()
     spec = prepared.spec
-    if engine_check:
+    needs_engine = _needs_engine_again(bus, spec) if only_failed else True
+    if engine_check and needs_engine:
         dataset = read_dataset(Path(spec.output))
         identity = dataset.identity if dataset is not None else bus.runs.identity(spec.run)
         check_engines(bus.sites.registered(), spec, identity)
@@ -87,11 +88,31 @@ def submit_run(
         _report(view, created=prepared.created, learnt=learnt, rejected=prepared.rejected)
     elif again:
         console.out.print(f"run {spec.run}: failed samples that go again: {again.total()} ({_by_reason(again)})")
+    elif view.failed:
+        console.out.print(
+            f"run {spec.run} is {view.state}, and of its {view.failed} failed samples none goes again: the manifest in "
+            f"{spec.output} names no sample that only failed; look at it with: headrace verify {spec.output}"
+        )
     else:
         console.out.print(f"run {spec.run} is {view.state}, and no sample of it failed: {console.books(view)}")
     if view.state == "paused":
-        console.out.print(f"run {spec.run} is paused ({view.reason}); go on with: headrace resume {spec.run}")
+        console.out.print(
+            f"run {spec.run} is paused ({console.quoted(view.reason)}); go on with: headrace resume {spec.run}"
+        )
     return view
+
+
+def _needs_engine_again(bus: Bus, spec: RunSpec) -> bool:
+    """Whether samples failed. A run that Redis does not know begins with everything that its folder lacks."""
+    known = bus.runs.get(spec.run)
+    if known is None or known.spec.digest != spec.digest:
+        return True
+    if known.state == "cancelled":
+        raise Conflict(
+            f"run {spec.run!r} is cancelled, with {known.open} samples open besides the failed ones: submit it without "
+            "--only-failed first, which goes on with it"
+        )
+    return bool(known.failed or bus.runs.failed(spec.run))
 
 
 def check_engines(sites: list[Site], spec: RunSpec, identity: Identity | None) -> None:
@@ -121,4 +142,4 @@ def _report(view: RunView, *, created: bool, learnt: int, rejected: Counter[str]
 
 
 def _by_reason(counts: Counter[str]) -> str:
-    return ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items()))
+    return console.one_line(", ".join(f"{reason} {count}" for reason, count in sorted(counts.items())))

@@ -9,6 +9,7 @@ from headrace.errors import IllegalTransition
 
 FAILURES = 3  # in a row
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds until a probe
+ANSWER_SECONDS = 20.0  # for a probe, after which SGLang gives its own forward up, and for the request that tries it
 
 
 class State(StrEnum):
@@ -45,7 +46,7 @@ class Breaker:
     What fails says something about the time when it began: a failure counts only in the `epoch` in which it was begun,
     and each change of state begins another. So sixteen requests that fail at once open the breaker once, and those
     that hung before an engine came back do not close it to others. `busy`: the one probe, or the one request, that the
-    state lets through is on its way.
+    state lets through is on its way; the request's answer is awaited until `answer_by`.
     """
 
     state: State = State.CLOSED
@@ -55,6 +56,7 @@ class Breaker:
     wait: float = 0.0
     probe_at: float = 0.0
     busy: bool = False
+    answer_by: float = 0.0
 
     @classmethod
     def tried(cls) -> Breaker:
@@ -66,9 +68,9 @@ class Breaker:
         """How many requests the engine may be sent now; None for any number."""
         return {State.CLOSED: None, State.OPEN: 0, State.HALF_OPEN: 0 if self.busy else 1}[self.state]
 
-    def sent(self) -> Breaker:
+    def sent(self, now: float) -> Breaker:
         """A request was sent."""
-        return replace(self, busy=True) if self.state is State.HALF_OPEN else self
+        return replace(self, busy=True, answer_by=now + ANSWER_SECONDS) if self.state is State.HALF_OPEN else self
 
     def answered(self) -> Breaker:
         """The engine answered a request, of whatever epoch, in a way that shows it computing."""
@@ -84,6 +86,15 @@ class Breaker:
         if self.state is State.CLOSED and failures < FAILURES and not at_once:
             return replace(self, failures=failures, why=why)
         return self._tripped(now, failures, why)
+
+    def waited(self, now: float) -> Breaker:
+        """Time went by. The request that tries an engine may be lost: without its answer a probe is asked again.
+
+        Its answer, when it comes after all, still closes the breaker; its failure is one of an epoch that is over.
+        """
+        if self.state is not State.HALF_OPEN or not self.busy or now < self.answer_by:
+            return self
+        return self._tripped(now, self.failures, f"a request without an answer in {ANSWER_SECONDS:g} s")
 
     def due(self, now: float) -> bool:
         """Whether the engine is to be probed now."""

@@ -151,9 +151,8 @@ class Dispatcher:
     def _tick(self) -> None:
         active: list[RunView] = []
         for view in self._runs.views():
-            if view.state in ("finished", "cancelled"):
-                self._catalog.forget(view.spec.run)
-            else:
+            # One that ended is forgotten by the reaper: Redis may only have been set back to an end.
+            if view.state not in ("finished", "cancelled"):
                 self._catalog.serve(view)
             if view.state == "active":
                 active.append(view)
@@ -180,5 +179,6 @@ class Dispatcher:
         elif not fit:
             what = "; ".join(f"engine {site.url}: {problems[site.site]}" for site in sites)
         else:
-            what = self._circuits.waiting(fit)
+            # One that has nothing to send cannot know that the engine fails, and would gainsay another dispatcher.
+            what = self._circuits.waiting(fit) if view.pending else ""
         self._runs.say_waiting(view, what)

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import requests
 
 from headrace.generate import HEADERS, Answer, encode_body, read_answer
+from headrace_dispatcher.breaker import ANSWER_SECONDS
 
 CONNECT_SECONDS = 5.0
-PROBE_SECONDS = 20.0  # after which SGLang gives its own forward up
 
 
 class EngineClient:
@@ -49,7 +49,7 @@ class EngineClient:
 
     def probe(self, url: str) -> str:
         """Have the engine compute something that is no sample. Returns what is wrong, or nothing if it did."""
-        limit = min(PROBE_SECONDS, self._timeout)
+        limit = min(ANSWER_SECONDS, self._timeout)
         try:
             with self._session() as session:
                 response = session.get(f"{url}/health_generate", timeout=(CONNECT_SECONDS, limit))

@@ -16,31 +16,22 @@ class Failures:
     def __init__(self, total: int) -> None:
         """Of a run of `total` samples; no line was seen yet."""
         self._newest: dict[int, Line] = {}
-        self._stored = bytearray(total)
-        self._rejected = bytearray(total)
+        self._closed = bytearray(total)  # by a stored or a rejected line
 
     def noting(self, lines: Iterable[Line]) -> Iterator[Line]:
         """Pass the lines on, and take note of them."""
         for line in lines:
-            if 0 <= line.ordinal < len(self._stored):
+            if 0 <= line.ordinal < len(self._closed):
                 self._note(line)
             yield line
 
     def standing(self) -> list[Line]:
         """The newest lines of the samples that are neither stored nor rejected."""
-        return [
-            line for line in self._newest.values() if not (self._stored[line.ordinal] or self._rejected[line.ordinal])
-        ]
-
-    def overruled(self) -> list[Line]:
-        """The newest failed lines of the samples that have a stored line too."""
-        return [line for line in self._newest.values() if self._stored[line.ordinal]]
+        return [line for line in self._newest.values() if not self._closed[line.ordinal]]
 
     def _note(self, line: Line) -> None:
-        if line.status == "stored":
-            self._stored[line.ordinal] = 1
-        elif line.status == "rejected":
-            self._rejected[line.ordinal] = 1
+        if line.status != "failed":
+            self._closed[line.ordinal] = 1
         else:
             known = self._newest.get(line.ordinal)
             if known is None or line.at >= known.at:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from headrace import logs, metrics
 from headrace.bus import Bus
-from headrace.bus.values import AttemptKind
+from headrace.bus.values import AttemptKind, Burn
 from headrace.errors import RedisAway
 from headrace.generate import Answer
 from headrace.ids import RequestId
@@ -40,11 +40,11 @@ class Flights:
         self,
         bus: Bus,
         client: EngineClient,
-        on_answer: Callable[[Flight, Answer], Answer],
+        on_answer: Callable[[Flight, Answer], bool],
         on_end: Callable[[], None],
         on_crash: Callable[[BaseException], None],
     ) -> None:
-        """`on_answer` is told of each answer before the bus is, and says what the bus is told.
+        """`on_answer` is told of each answer before the bus is; True if a failure may be the request's own.
 
         `on_end` is called after that, when the sample may be claimed again; `on_crash` is told of what must not happen.
         """
@@ -55,7 +55,7 @@ class Flights:
         self._on_crash = on_crash
         self._lock = threading.Lock()
         self._live: dict[str, Flight] = {}
-        self._unreported: dict[str, tuple[Flight, Answer]] = {}
+        self._unreported: dict[str, tuple[Flight, Answer, bool]] = {}
 
     def start(self, flight: Flight) -> None:
         """Post in a thread, which does not hold the process when it ends: an engine may never answer."""
@@ -67,8 +67,8 @@ class Flights:
         """Renew the leases of what is in flight, and report answers that Redis did not take yet."""
         with self._lock:
             live, waiting = list(self._live.values()), list(self._unreported.values())
-        for flight, answer in waiting:
-            self._report(flight, answer)
+        for flight, answer, suspect in waiting:
+            self._report(flight, answer, suspect)
         by_run: dict[str, list[str]] = defaultdict(list)
         for flight in live:
             by_run[flight.request.run].append(str(flight.request))
@@ -88,7 +88,7 @@ class Flights:
         # Reported before it is aborted, or the abort's answer would burn the attempt.
         stopped = Answer(outcome="unavailable", reason="dispatcher_stopped")
         for flight in left:
-            if not self._report(flight, stopped):
+            if not self._report(flight, stopped, suspect=False):
                 break  # Redis is away: the leases lapse
         aborts = [
             threading.Thread(target=self._client.abort, args=(flight.url, str(flight.request)), daemon=True)
@@ -106,7 +106,7 @@ class Flights:
             answer = self._client.generate(flight.url, str(flight.request), flight.token_ids)
             metrics.STAGE_SECONDS.labels("request").observe(time.monotonic() - began)
             metrics.REQUESTS.labels(flight.request.run, answer.outcome).inc()
-            self._report(flight, self._on_answer(flight, answer))
+            self._report(flight, answer, self._on_answer(flight, answer))
         except BaseException as error:  # noqa: BLE001 - the main thread raises it: half a process must not live on
             self._on_crash(error)
         finally:  # whatever happened, the lease is renewed no more
@@ -114,15 +114,16 @@ class Flights:
                 self._live.pop(str(flight.request), None)
             self._on_end()
 
-    def _report(self, flight: Flight, answer: Answer) -> bool:
+    def _report(self, flight: Flight, answer: Answer, suspect: bool) -> bool:
         name = str(flight.request)
+        burn: Burn = answer.burns or ("if_alone" if suspect else False)
         try:
             if answer.outcome == "answered":
                 self._bus.requests.answered(flight.request.run, name)
             else:
                 outcome = self._bus.requests.end(
                     flight.request,
-                    burn=answer.burns,
+                    burn=burn,
                     kind=_kind(answer),
                     reason=answer.reason,
                     unless_captured=True,  # the dump may be there although its answer was lost on the way
@@ -132,7 +133,7 @@ class Flights:
             # The lease lapses by itself if this process dies before Redis is back.
             log.warning("answer not reported yet", request=name, error=str(error))
             with self._lock:
-                self._unreported[name] = (flight, answer)
+                self._unreported[name] = (flight, answer, suspect)
             return False
         with self._lock:
             self._unreported.pop(name, None)

@@ -12,7 +12,7 @@ _NAMED = 3  # reasons, the most frequent ones
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchLimit:
-    """At most this share of verdicts may be mismatches, over at least so many verdicts; a share of 1 allows all."""
+    """At most this share of first attempts may be mismatches, over at least so many of them; 1 allows all."""
 
     share: float
     least: int
@@ -21,11 +21,11 @@ class MismatchLimit:
         """Why a run with this window is to be paused; empty when it is not."""
         if not too_many_mismatches(window.verdicts, window.mismatches, limit=self.share, least=self.least):
             return ""
-        rate = 100 * window.mismatches / window.verdicts
+        rate = 100 * window.mismatches / window.judged
         most = sorted(window.reasons.items(), key=lambda entry: (-entry[1], entry[0]))[:_NAMED]
         why = ", ".join(f"{reason} {count}" for reason, count in most)
-        over = f" of {self.least} verdicts" if window.verdicts < self.least else ""
+        over = f" of at least {self.least}" if window.judged < self.least else ""
         return (
-            f"mismatch rate {rate:.1f} % of the last {window.verdicts} verdicts ({why}), "
+            f"mismatch rate {rate:.1f} % of the last {window.judged} samples' first attempts ({why}), "
             f"limit {100 * self.share:g} %{over}"
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 from headrace import logs, metrics
 from headrace.bus import Bus
 from headrace.bus.values import DESTINATION_FULL, RunView, Unrecorded
-from headrace.errors import RedisAway
+from headrace.errors import RedisAway, Unreadable
 from headrace.ids import RequestId
 from headrace.messages import Record, RecordJob
 from headrace_dispatcher.catalog import Catalog
@@ -45,6 +45,7 @@ class Reaper:
         self._probed: dict[str, float] = {}
         self._rebuilding: dict[str, float] = {}
         self._shown: set[str] = set()
+        self._left_out: dict[str, str] = {}
 
     def pass_once(self) -> None:
         """Do what is due.
@@ -62,12 +63,14 @@ class Reaper:
         server, now = self._bus.server_clock()
         self._patience = self._patience.begun(server, now)
         self._bring_back(server)
-        shown, rebuilding = set[str](), dict[str, float]()
+        shown, ended, rebuilding = set[str](), set[str](), dict[str, float]()
         for view in self._runs.views():
             run = view.spec.run
             with self._runs.isolated(view):
                 self._run(view)
-            if view.state not in ("finished", "cancelled"):
+            if view.state in ("finished", "cancelled"):
+                ended.add(run)
+            else:
                 metrics.QUEUE_DEPTH.labels(f"pending-{run}").set(view.pending)
                 metrics.RUN_PAUSED.labels(run).set(int(view.state == "paused"))
                 shown.add(run)
@@ -79,7 +82,11 @@ class Reaper:
         self._shown, self._rebuilding = shown, rebuilding
         for site in self._bus.sites.names():
             self._site(site)
-        self._patience = self._patience.ended(self._bus.server_clock()[1])
+        still, now = self._bus.server_clock()
+        if still == server:
+            for run in ended:
+                self._catalog.forget(run)
+        self._patience = self._patience.ended(now)
 
     def _bring_back(self, server: str) -> None:
         """Rebuild the runs that Redis may have set back, or lost: all that are served, where it is another server."""
@@ -118,15 +125,7 @@ class Reaper:
             self._bus.runs.activate(run, paused_for=DESTINATION_FULL)
         if view.state == "active":
             self._bus.runs.mark_rate(run)
-            self._watch_verdicts(view)
-
-    def _watch_verdicts(self, view: RunView) -> None:
-        run = view.spec.run
-        reason = self._limit.passed_by(view.window)
-        if not reason:
-            self._bus.runs.mark_verdicts(run, self._limit.least)
-        elif self._bus.runs.pause_for(run, reason, view.window):
-            log.error("run paused: too many mismatches", run=run, reason=reason)
+            watch_verdicts(self._bus, view, self._limit)
 
     def _record(self, view: RunView, records: list[Unrecorded]) -> None:
         sites = self._bus.sites.registered()
@@ -165,8 +164,27 @@ class Reaper:
         for job in jobs:
             self._bus.jobs.queue_store(name, job)
             log.warning("storage job queued again", request=job.request, job=job.job, site=name)
-        if self._bus.sites.get(name) is None and self._bus.sites.evict(name):
+        try:
+            lapsed = self._bus.sites.get(name) is None
+        except Unreadable as error:
+            lapsed = False
+            if self._left_out.get(name) != str(error):
+                self._left_out[name] = str(error)
+                log.warning("site left out", site=name, error=str(error))
+        else:
+            self._left_out.pop(name, None)
+        if lapsed and self._bus.sites.evict(name):
             log.warning("site evicted", site=name)
+
+
+def watch_verdicts(bus: Bus, view: RunView, limit: MismatchLimit) -> None:
+    """Pause an active run whose window passes the limit; otherwise let the window move on."""
+    run = view.spec.run
+    reason = limit.passed_by(view.window)
+    if not reason:
+        bus.runs.mark_verdicts(run, limit.least)
+    elif bus.runs.pause_for(run, reason, view.window):
+        log.error("run paused: too many mismatches", run=run, reason=reason)
 
 
 def _record(inputs: Inputs, entry: Unrecorded) -> Record:

@@ -48,21 +48,11 @@ def rebuild(bus: Bus, spec: RunSpec, *, same_folder: bool = False) -> int:
 
 
 def retry_failed(bus: Bus, spec: RunSpec) -> Counter[str]:
-    """Have the samples of a run that was rebuilt just now extracted again that failed.
+    """Have the samples of a run extracted again that failed; it was rebuilt just now, so that Redis knows them all.
 
     Returns how many they are, by the reason that they failed for last, with those that are tried again already.
-
-    Raises:
-        Unavailable: the folder cannot be read now.
     """
-    failures = Failures(spec.total)
-    try:
-        for _ in failures.noting(_lines(Path(spec.output))):
-            pass
-    except OSError as error:
-        raise _unreadable(spec, error) from error
-    failed = {line.ordinal: line for line in failures.standing()}
-    return Counter(failed[ordinal].reason for ordinal in bus.runs.reopen(spec.run, failed.values()))
+    return Counter(bus.runs.reopen(spec.run, bus.runs.failed(spec.run)).values())
 
 
 def _refuse_another_folder(bus: Bus, spec: RunSpec) -> None:
@@ -91,13 +81,10 @@ def _learn(bus: Bus, spec: RunSpec) -> int:
     # Stored lines first: a sample that failed once and was stored later is stored.
     failures = Failures(spec.total)
     learnt = bus.runs.mark_done(spec.run, (line for line in failures.noting(_lines(output)) if line.status == "stored"))
-    # A slow writer may have stored a sample that Redis knows as failed.
-    late = set(bus.runs.reopen(spec.run, failures.overruled()))
-    if late:
-        lines = (line for line in _lines(output) if line.status == "stored" and line.ordinal in late)
-        learnt += bus.runs.mark_done(spec.run, lines)
     learnt += bus.runs.mark_done(spec.run, (line for line in _lines(output) if line.status == "rejected"))
-    learnt += bus.runs.mark_done(spec.run, failures.standing())
+    failed = failures.standing()
+    learnt += bus.runs.mark_done(spec.run, failed)
+    bus.runs.note_failed(spec.run, failed)
     view = bus.runs.get(spec.run)
     if view is not None and view.state == "rebuilding":
         bus.runs.activate(spec.run)

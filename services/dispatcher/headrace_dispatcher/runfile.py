@@ -187,7 +187,12 @@ def _faults(error: ValidationError, table: dict[str, Any]) -> Iterable[str]:
 def _absolute(run_file: Path, key: str, text: str) -> Path:
     """The path of a key's value, relative to the run file's folder."""
     try:
-        return (run_file.parent / Path(text).expanduser()).resolve()
+        path = (run_file.parent / Path(text).expanduser()).resolve()
+        str(path).encode()
+        return path
+    except UnicodeEncodeError as error:  # the names of folders are bytes, Redis and the books of a run are text
+        message = f"{run_file}: run.{key} = {text[:80]!r} is below a folder whose name is no UTF-8 text; rename it"
+        raise UsageError(message) from error
     except (ValueError, RuntimeError) as error:  # a NUL; the home of a user who is none, a loop of links
         fault = str(error).rstrip(".")
         raise UsageError(f"{run_file}: run.{key} = {text[:80]!r}: {fault}; give a path that can be") from error

@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from headrace import __version__, logs
 from headrace.errors import HeadraceError, Unavailable, UsageError
 from headrace_capture.config import CaptureConfig
+from headrace_engine.capturing import Capturing, OpenCapture, open_capture
 from headrace_engine.checkpoint import checksum, smollm2_checkpoint
 from headrace_engine.faults.log import Hits
 from headrace_engine.faults.plan import Fault
@@ -21,7 +21,6 @@ from headrace_engine.settings import SMOLLM2, EngineSettings
 from headrace_engine.steps import Answer
 
 if TYPE_CHECKING:
-    from headrace_capture.core import Capture
     from headrace_engine.model import TargetModel
     from headrace_engine.scheduler import Scheduler
 
@@ -35,15 +34,20 @@ class Engine:
     """The model, its scheduler and its capture; `on_failure` is called from a thread when any of them cannot go on."""
 
     def __init__(
-        self, settings: EngineSettings, capture_config: CaptureConfig | None, on_failure: Callable[[], None]
+        self,
+        settings: EngineSettings,
+        capture_config: CaptureConfig | None,
+        on_failure: Callable[[], None],
+        open_capture: OpenCapture = open_capture,
     ) -> None:
         self.settings = settings
         self.failure: HeadraceError | None = None
         self._hits = Hits(settings.faults)
         self._capture_config = capture_config
         self._on_failure = on_failure
+        self._open_capture = open_capture
         self._model: TargetModel | None = None
-        self._capture: Capture | None = None
+        self._capture: Capturing | None = None
         self._scheduler: Scheduler | None = None
         self._ready = False
         self._stopping = Event()
@@ -74,21 +78,19 @@ class Engine:
             UsageError: the prompt is empty, too long or holds ids that the model does not have; or the id is in flight.
             Unavailable: the engine starts or stops, or its queue is full.
         """
-        model, scheduler = self._parts()
-        limit = self.context_length - _RESERVED
-        if not prompt:
-            raise UsageError("input_ids is empty")
-        if len(prompt) > limit:
-            raise UsageError(f"The input ({len(prompt)} tokens) is longer than the model's limit ({limit} tokens)")
-        if not 0 <= min(prompt) <= max(prompt) < model.vocab_size:
-            raise UsageError(f"input_ids holds ids outside of 0 to {model.vocab_size - 1}")
+        scheduler = self._check(prompt)
         room = self.context_length - len(prompt) - 1
         new = min(max_new_tokens, room)
         return scheduler.submit(rid, prompt, new, ignore_eos=ignore_eos, extra_key=extra_key, aborted=aborted)
 
-    def fault(self, rid: str) -> Fault | None:
-        """How a request that arrives is to go wrong; None without a fault plan. Raises Unavailable as `submit` does."""
-        self._parts()
+    def fault(self, rid: str, prompt: Sequence[int]) -> Fault | None:
+        """How a request that is about to be submitted is to go wrong; None without a fault plan.
+
+        Raises as `submit` does: what is refused anyway is hit by no fault.
+        """
+        if not self.settings.faults:
+            return None
+        self._check(prompt).check(rid)
         return self._hits.choose(rid, self._capture.boot if self._capture else "")
 
     def probe(self) -> Future[Answer]:
@@ -153,6 +155,18 @@ class Engine:
             self._capture.close(_CLOSE)
         return ended
 
+    def _check(self, prompt: Sequence[int]) -> Scheduler:
+        """The scheduler, for a prompt that the model can take."""
+        model, scheduler = self._parts()
+        limit = self.context_length - _RESERVED
+        if not prompt:
+            raise UsageError("input_ids is empty")
+        if len(prompt) > limit:
+            raise UsageError(f"The input ({len(prompt)} tokens) is longer than the model's limit ({limit} tokens)")
+        if not 0 <= min(prompt) <= max(prompt) < model.vocab_size:
+            raise UsageError(f"input_ids holds ids outside of 0 to {model.vocab_size - 1}")
+        return scheduler
+
     def _parts(self) -> tuple[TargetModel, Scheduler]:
         if self._model is None or self._scheduler is None or not self.ready:
             raise Unavailable("the engine stops" if self._stopping.is_set() else "the model loads; try again later")
@@ -191,7 +205,7 @@ class Engine:
                 f"option --context-length {settings.context_length}: the model's own is {model.context_length}"
             )
         if self._capture_config:
-            self._capture = self._open_capture(self._capture_config, model, checksum(folder))
+            self._capture = self._open_capture(settings, self._capture_config, model, checksum(folder), self._hits)
         scheduler = Scheduler(
             model,
             self._capture,
@@ -215,27 +229,6 @@ class Engine:
             "ready", model=settings.name, boundaries=list(model.boundaries), final_state=model.final_state,
             capture=self._capture is not None, threads=settings.threads,
         )  # fmt: skip
-
-    def _open_capture(self, config: CaptureConfig, model: TargetModel, content: str) -> Capture:
-        from headrace_capture.core import Capture
-        from headrace_capture.folder import Folder
-        from headrace_engine.faults.files import SpoilingFolder
-
-        settings = self.settings
-        return Capture(
-            config,
-            model=settings.name,
-            fingerprint=f"headrace-engine {__version__} {settings.name} {content} {settings.dtype} tp1",
-            weight_version=settings.weight_version,
-            boundaries=model.boundaries,
-            final_state=model.final_state,
-            layers=model.layers,
-            hidden_size=model.hidden_size,
-            dtype=model.dtype,
-            norm_weight=model.norm_weight,
-            norm_eps=model.norm_eps,
-            open_folder=partial(SpoilingFolder, hits=self._hits) if settings.faults else Folder,
-        )
 
     def _warm_up(self, model: TargetModel, scheduler: Scheduler) -> None:
         """Run real forwards under ids that are not ours, as SGLang does: they must not be captured."""

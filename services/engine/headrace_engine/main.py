@@ -15,6 +15,7 @@ import uvicorn
 from headrace import logs
 from headrace.errors import Conflict, HeadraceError, Unavailable, UsageError
 from headrace_capture.config import CaptureConfig
+from headrace_engine.capturing import OpenCapture, open_capture
 from headrace_engine.engine import Engine
 from headrace_engine.server import create_app
 from headrace_engine.settings import EngineSettings, load_settings
@@ -30,25 +31,25 @@ def run() -> None:
     sys.exit(code)
 
 
-def main(arguments: Sequence[str], environ: Mapping[str, str], kind: type[Engine] = Engine) -> int:
-    """Serve an engine of this kind until SIGTERM or SIGINT; returns the exit code."""
+def main(arguments: Sequence[str], environ: Mapping[str, str], open_capture: OpenCapture = open_capture) -> int:
+    """Serve, capturing if the environment asks for it, until SIGTERM or SIGINT; returns the exit code."""
     try:
         settings = load_settings(arguments, environ)
         logs.configure("engine", settings.log_level, settings.log_format)
-        return _serve(settings, CaptureConfig.from_environ(environ), kind)
+        return _serve(settings, CaptureConfig.from_environ(environ), open_capture)
     except HeadraceError as error:
         sys.stderr.write(f"headrace-engine: {error}\n")
         return error.exit_code
 
 
-def _serve(settings: EngineSettings, capture_config: CaptureConfig | None, kind: type[Engine]) -> int:
+def _serve(settings: EngineSettings, capture_config: CaptureConfig | None, open_capture: OpenCapture) -> int:
     listener = _listen(settings.host, settings.port)
     port = listener.getsockname()[1]
 
     def stop(*_: object) -> None:
         server.should_exit = True
 
-    engine = kind(settings, capture_config, on_failure=stop)
+    engine = Engine(settings, capture_config, stop, open_capture)
     config = uvicorn.Config(
         create_app(engine), log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=_LEAVE
     )

@@ -20,7 +20,7 @@ from headrace_engine.prefixes import PrefixCache
 from headrace_engine.steps import Answer, Chunk, Request, plan
 
 if TYPE_CHECKING:
-    from headrace_capture.core import Capture
+    from headrace_engine.capturing import Capturing
 
 _log = logs.get(__name__)
 _ABORTED = {"type": "abort", "message": "aborted"}
@@ -46,7 +46,7 @@ class Scheduler:
     def __init__(
         self,
         model: TargetModel,
-        capture: Capture | None,
+        capture: Capturing | None,
         *,
         chunk_tokens: int,
         max_running: int,
@@ -105,16 +105,21 @@ class Scheduler:
             aborted=aborted,
         )
         with self._changed:
+            self.check(rid)
+            self._in_flight[rid] = request
+            self._waiting.append(request)
+            self._changed.notify()
+        return answer
+
+    def check(self, rid: str) -> None:
+        """Raise what `submit` would if a request came now."""
+        with self._changed:
             if rid in self._in_flight:
                 raise DuplicateRequest(f"Duplicate request ID detected: {rid} is in flight; use a new one")
             if self._abort_at is not None:
                 raise Unavailable("the engine stops; try another")
             if len(self._in_flight) >= self._max_queued:
                 raise Unavailable(f"the queue is full with {self._max_queued} requests; try again later")
-            self._in_flight[rid] = request
-            self._waiting.append(request)
-            self._changed.notify()
-        return answer
 
     def abort(self, prefix: str) -> None:
         """Abort each request whose id starts with `prefix`, as SGLang does; the step that runs ends first."""
@@ -136,9 +141,10 @@ class Scheduler:
         return not self._thread.is_alive()
 
     def counts(self) -> dict[str, int]:
-        """How many requests are in flight, and how many of those decode."""
+        """How many requests are in flight, how many of those decode, and how many tokens the prefix cache holds."""
+        cached = self._prefixes.held if self._prefixes else 0
         with self._changed:
-            return {"in_flight": len(self._in_flight), "decoding": len(self._decoding)}
+            return {"in_flight": len(self._in_flight), "decoding": len(self._decoding), "cached_tokens": cached}
 
     def run_step(self, step: Sequence[Chunk]) -> Forward:
         """Compute a step's chunks, each with its request's own cache, and return all their rows in that order."""
@@ -217,7 +223,7 @@ class Scheduler:
                     self._waiting.popleft()
                     self._decoding.append(request)
                 reason = request.finish_reason()
-                if reason is not None:
+                if reason is not None and not request.aborted:  # an abort wins, as in SGLang
                     self._decoding.remove(request)
                     self._end(request, reason)
 

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from headrace.errors import HeadraceError, Unavailable, UsageError
 from headrace_engine.engine import Engine
-from headrace_engine.faults.answers import misbehave
+from headrace_engine.faults.answers import Submit, misbehave
 from headrace_engine.steps import Answer
 
 
@@ -56,9 +56,13 @@ def create_app(engine: Engine) -> Starlette:
     async def generate(request: Request) -> Response:
         body = _decode(GenerateBody, await request.body())
         rid = body.rid or uuid.uuid4().hex
-        serve = partial(_serve, engine, request, rid, body)
-        fault = engine.fault(rid)
-        return await (serve() if fault is None else misbehave(fault, engine, rid, body.input_ids, serve))
+        submit = _submission(engine, rid, body)
+        serve = partial(_serve, engine, request, rid, body, submit)
+        # Nothing is awaited before the request is submitted, so that what was checked here still holds then.
+        fault = engine.fault(rid, body.input_ids)
+        if fault is None:
+            return await serve()
+        return await misbehave(fault, engine.settings.chunk_tokens, rid, body.input_ids, submit, serve)
 
     async def health(_request: Request) -> Response:
         return Response(status_code=200 if engine.ready else 503)
@@ -113,16 +117,21 @@ def _decode(kind: type[_Body], data: bytes) -> _Body:
         raise UsageError(f"{place or 'body'}: {first['msg']}; send one prompt as a list of token ids") from error
 
 
-async def _serve(engine: Engine, request: Request, rid: str, body: GenerateBody, *, aborted: bool = False) -> Response:
+def _submission(engine: Engine, rid: str, body: GenerateBody) -> Submit:
     sampling = body.sampling_params
-    future = engine.submit(
+    return partial(
+        engine.submit,
         rid,
-        body.input_ids,
-        sampling.max_new_tokens,
+        max_new_tokens=sampling.max_new_tokens,
         ignore_eos=sampling.ignore_eos,
         extra_key=body.extra_key or "",
-        aborted=aborted,
     )
+
+
+async def _serve(
+    engine: Engine, request: Request, rid: str, body: GenerateBody, submit: Submit, *, aborted: bool = False
+) -> Response:
+    future = submit(body.input_ids, aborted=aborted)
     answer = await _unless_gone(request, future)
     if answer is None:
         engine.withdraw(rid)

@@ -33,7 +33,10 @@ _SWEEPABLE = {
 
 @dataclass(slots=True, kw_only=True)
 class _Memory:
-    """What is known of one file: its storage job k, or since when it waits, or the refusal that ended its attempt."""
+    """What is known of one file: its storage job k, or since when it waits, or the refusal that ended its attempt.
+
+    `counted` as a match, or as a `duplicate`: a file that cannot be removed is judged again.
+    """
 
     inode: int
     job: int = 0
@@ -41,6 +44,7 @@ class _Memory:
     not_before: float = 0.0
     refusal: Refusal | None = None
     counted: bool = False
+    duplicate: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +125,10 @@ class Judge:
             elif isinstance(decision, _Proven) and decision.outcome.outcome == "captured":
                 self._captured(entry, memory, decision)
             elif isinstance(decision, _Proven) and decision.outcome.outcome == "duplicate":
-                metrics.DUPLICATES.labels(entry.request.run).inc()
-                log.info("duplicate: another request of the sample was captured")
+                if not memory.duplicate:
+                    memory.duplicate = True
+                    metrics.DUPLICATES.labels(entry.request.run).inc()
+                    log.info("duplicate: another request of the sample was captured")
                 self._remove(entry, memory, now)
             elif decision is not None:
                 outcome = decision.outcome.outcome if isinstance(decision, _Proven) else decision

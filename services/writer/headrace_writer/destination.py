@@ -52,9 +52,12 @@ def guard(place: Path) -> Iterator[None]:
         raise Unavailable(f"{place}: {error.strerror or error}; {hint}") from error
 
 
-def file_checksum(data: bytes | memoryview) -> str:
-    """Checksum bytes as manifests and dumps spell it: `xxh3:` and 16 hex digits."""
-    return CHECKSUM_PREFIX + xxhash.xxh3_64_hexdigest(data)
+def file_checksum(*parts: bytes | memoryview) -> str:
+    """Checksum bytes, given in parts, as manifests and dumps spell it: `xxh3:` and 16 hex digits."""
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part)
+    return CHECKSUM_PREFIX + digest.hexdigest()
 
 
 class HashingFile(io.RawIOBase):

@@ -34,13 +34,13 @@ class NormKeeper:
             Conflict: the engine publishes another one than the dataset has.
             UsageError: the rows need it, and the engine publishes none.
             Unavailable: the rows need it, and no engine of this identity is there now; or the folder cannot be used.
-            Unreadable: the dataset's own is damaged.
+            Unreadable: the dataset's own is damaged; or the rows need one, and the engine's is.
         """
         if self._norm is None:
             self._norm = self._kept()
         try:
             published = self._published(dump_dir, identity)
-        except Unavailable:
+        except (Unavailable, Unreadable):
             if self._needed and self._norm is None:
                 raise
             return self._norm
@@ -63,7 +63,12 @@ class NormKeeper:
         return self._norm
 
     def _published(self, dump_dir: Path, identity: Identity) -> FinalNorm | None:
-        """What the engine publishes; raises Unavailable while no engine of this identity declares itself."""
+        """What the engine publishes.
+
+        Raises:
+            Unavailable: no engine of this identity declares itself now.
+            Unreadable: what it publishes is damaged.
+        """
         try:
             found = (dump_dir / ENGINE_FILE).stat(follow_symlinks=False)
             stamp = (found.st_dev, found.st_ino, found.st_mtime_ns)
@@ -72,9 +77,15 @@ class NormKeeper:
             card = read_card(dump_dir / ENGINE_FILE)
             if Identity(engine=card.fingerprint, weight_version=card.weight_version) != identity:
                 raise Unavailable(f"the final norm of {identity.engine!r} is gone with that engine; bring it back")
-            norm = read_norm(dump_dir / card.norm_file) if card.norm_file else None
         except (OSError, Unreadable) as error:
-            raise Unavailable(f"no final norm in {dump_dir}: {error}; is the engine starting?") from error
+            raise _none_yet(dump_dir, error) from error
+        try:
+            norm = read_norm(dump_dir / card.norm_file) if card.norm_file else None
+        except OSError as error:
+            raise _none_yet(dump_dir, error) from error
+        except Unreadable as error:
+            place = dump_dir / card.norm_file
+            raise Unreadable(f"{place}: {error}; start the engine again, which writes it anew, then resume") from error
         if norm is not None and norm.hidden_size != self._spec.hidden_size:
             norm = None
         self._seen = stamp, norm
@@ -84,21 +95,35 @@ class NormKeeper:
         place = self._destination.folder / NORM_FILE
         with guard(place):
             try:
-                return read_norm(place)
+                norm = read_norm(place)
+                if norm.hidden_size != self._spec.hidden_size:
+                    raise Unreadable(f"a weight of width {norm.hidden_size}, the run has {self._spec.hidden_size}")
             except FileNotFoundError:
                 return None
             except Unreadable as error:
                 raise Unreadable(f"{place}: {error}; remove it, then resume: the engine's takes its place") from error
+            return norm
+
+
+def _none_yet(dump_dir: Path, error: Exception) -> Unavailable:
+    return Unavailable(f"no final norm in {dump_dir}: {error}; is the engine starting?")
 
 
 def require_torch(spec: RunSpec) -> None:
-    """Raise UsageError where rows of the run are made with the final norm, and this writer lacks what that takes."""
+    """Raise UsageError where rows of the run are made with the final norm, and this writer's torch cannot do it."""
     if not FORMATS[spec.format].needs_norm(spec.final_state):
         return
+    needs = f"format {spec.format!r} needs torch in every writer where {spec.final_state!r} is captured"
     try:
         import torch  # noqa: F401
-    except (ImportError, OSError) as error:
-        raise UsageError(
-            f"format {spec.format!r} needs torch in every writer where {spec.final_state!r} is captured ({error}); "
-            f"install it with: pip install 'headrace[trainers]', then: headrace resume {spec.run}"
-        ) from error
+
+        from headrace_writer.formats.rmsnorm import check_torch
+
+        check_torch()
+    except Exception as error:  # what is half installed, or fits not the rest, raises anything
+        cause = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            mend = "install it with: pip install 'headrace[trainers]', then"
+        else:  # what was imported of it stays in this process
+            mend = "mend it with: pip install --force-reinstall torch, start the writer again, then"
+        raise UsageError(f"{needs} ({cause}); {mend}: headrace resume {spec.run}") from error

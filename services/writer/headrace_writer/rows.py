@@ -76,6 +76,9 @@ def adopt_row(destination: Destination, form: Format, due: Due, requirement: Req
                     found, data = os.fstat(file.fileno()), map_row(file)
                 row = form.parse(place.name, data)
                 problem = unsound(row, due, requirement)
+                if problem is None:
+                    # Its line is not there yet: from here on the line's checksum vouches for what the file holds.
+                    form.check_sums(place.name, data)
             else:
                 problem = "not a regular file"
         except FileNotFoundError:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 
 from headrace.dumpfolder import read_dump
@@ -23,14 +22,13 @@ from headrace_writer import formats
 from headrace_writer.dataset import ensure_dataset, find_dataset
 from headrace_writer.destination import Destination, guard
 from headrace_writer.formats.base import NotFinite
+from headrace_writer.lines import later, line_of_row, line_without_row
 from headrace_writer.manifest import ManifestIndex, ManifestWriter
 from headrace_writer.norm import NormKeeper, require_torch
 from headrace_writer.rows import Due, StoredRow, adopt_row, publish_row
 from headrace_writer.source import open_source
 
-PROOF_BY_IDS = "ids"
 _ROUNDS = 5
-_AT = "%Y-%m-%dT%H:%M:%SZ"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,13 +199,13 @@ class Store:
             due = Due(request=RequestId.parse(entry.request), sample=entry.sample, mask=entry.mask)
             row = self._adopt(due, None)
             if isinstance(row, StoredRow):
-                return self._line(due, row, at)
+                return line_of_row(self._spec, due, row, at)
         for status in ("stored", "rejected"):
             known = [line for line in found if line.status == status]
             if known:
                 return known[-1]
         same = [line for line in found if (line.status, line.request) == (entry.status, entry.request)]
-        return same[-1] if same else self._line_without_row(entry, _after(found, at))
+        return same[-1] if same else line_without_row(self._spec, entry, later(found, at))
 
     def _from_row(self, job: StoreJob) -> StoredRow | Refused | None:
         return self._adopt(_due(job), Identity(engine=job.engine, weight_version=job.weight_version))
@@ -262,7 +260,7 @@ class Store:
     def _append(self, due: Due, row: StoredRow, at: datetime) -> Line:
         """Append the row's line, unless an equal one is there."""
         # A writer that stood still for longer than its lease was overtaken by another one, line and all.
-        line = self._line(due, row, at)
+        line = line_of_row(self._spec, due, row, at)
         self._index.refresh()
         if self._index.status(line.ordinal) == "stored":
             for known in self._index.find(line.ordinal):
@@ -272,38 +270,6 @@ class Store:
         self._manifest.append(line)
         return line
 
-    def _line(self, due: Due, row: StoredRow, at: datetime) -> Line:
-        return Line(
-            ordinal=due.request.ordinal,
-            sample=due.sample,
-            status="stored",
-            reason="",
-            request=row.request,
-            tokens=due.request.tokens,
-            path=str(row.path),
-            bytes=row.size,
-            checksum=row.checksum,
-            boundaries=self._spec.boundaries,
-            proof=PROOF_BY_IDS,
-            at=_seconds(at),
-        )
-
-    def _line_without_row(self, entry: Record, at: datetime) -> Line:
-        return Line(
-            ordinal=entry.ordinal,
-            sample=entry.sample,
-            status=entry.status,
-            reason=entry.reason,
-            request=entry.request,
-            tokens=entry.tokens,
-            path="",
-            bytes=0,
-            checksum="",
-            boundaries=self._spec.boundaries,
-            proof="",
-            at=_seconds(at),
-        )
-
 
 def _due(job: StoreJob) -> Due:
     return Due(request=job.id, sample=job.sample, mask=job.mask)
@@ -312,15 +278,3 @@ def _due(job: StoreJob) -> Due:
 def finish(dump_path: Path) -> None:
     """Remove a dump whose sample is marked as stored; one that is gone is fine."""
     dump_path.unlink(missing_ok=True)
-
-
-def _after(lines: Sequence[Line], at: datetime) -> datetime:
-    """The time for a sample's next line: later than its others, whose writers' clocks may be ahead of this one."""
-    for line in lines:
-        with suppress(ValueError, OverflowError):
-            at = max(at, datetime.strptime(line.at, _AT).replace(tzinfo=UTC) + timedelta(seconds=1))
-    return at
-
-
-def _seconds(at: datetime) -> str:
-    return at.astimezone(UTC).strftime(_AT)

@@ -13,6 +13,7 @@ from rq import Queue, SimpleWorker
 from rq.defaults import RQ_KEY_PREFIX
 from rq.exceptions import DuplicateJobError, StopRequested
 from rq.job import Job as RqJob
+from rq.registry import BaseRegistry
 from rq.utils import missing_keys
 from rq.worker import WorkerStatus
 from rq.worker_registration import REDIS_WORKER_KEYS, WORKERS_BY_QUEUE_KEY, get_keys
@@ -207,6 +208,16 @@ class Jobs:
         with self._bus.guard():
             return int(self.rq_queue(site).failed_job_registry.get_job_count(cleanup=False))
 
+    def noted(self, site: str) -> set[str]:
+        """Jobs that were taken from the site's queue and of which RQ has a note still.
+
+        They run, or raised, or their worker was killed, which RQ sees after an hour.
+        """
+        queue = self.rq_queue(site)
+        with self._bus.guard():
+            names = {name for registry in _registries(queue) for name in registry.get_job_ids(cleanup=False)}
+            return names | {text(name) for name in self._bus.redis.lrange(queue.intermediate_queue_key, 0, -1)}
+
     def workers(self, site: str) -> int:
         """Writers that are alive at the site."""
         with self._bus.guard():
@@ -216,20 +227,11 @@ class Jobs:
     def delete_queue(self, site: str) -> None:
         """Delete the queue of an evicted site, with its jobs and with what RQ noted of them."""
         queue = self.rq_queue(site)
-        registries = (
-            queue.started_job_registry,
-            queue.failed_job_registry,
-            queue.finished_job_registry,
-            queue.deferred_job_registry,
-            queue.scheduled_job_registry,
-            queue.canceled_job_registry,
-        )
         with self._bus.guard():
             client = self._bus.redis
             queue.delete(delete_jobs=True)
-            names = {name for registry in registries for name in registry.get_job_ids(cleanup=False)}
-            names |= {text(name) for name in client.lrange(queue.intermediate_queue_key, 0, -1)}
-            client.delete(queue.intermediate_queue_key, *(registry.key for registry in registries))
+            names = self.noted(site)
+            client.delete(queue.intermediate_queue_key, *(registry.key for registry in _registries(queue)))
             for name in names:
                 client.delete(StorageJob.key_for(name), _RESULT_KEYS + name)
             # Names of workers that were killed, at whatever site: nobody else removes those of sites that are gone.
@@ -261,3 +263,14 @@ class Jobs:
         )
         worker.stop = stop
         return worker
+
+
+def _registries(queue: StorageQueue) -> tuple[BaseRegistry, ...]:
+    return (
+        queue.started_job_registry,
+        queue.failed_job_registry,
+        queue.finished_job_registry,
+        queue.deferred_job_registry,
+        queue.scheduled_job_registry,
+        queue.canceled_job_registry,
+    )

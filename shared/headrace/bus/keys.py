@@ -37,7 +37,7 @@ def done(name: str) -> str:
 
 
 def failed(name: str) -> str:
-    """Bitmap: by ordinal, whether the sample's last end was a failure; one that is not done was reopened since."""
+    """Hash: ordinal -> reason, of each sample whose last end was a failure; one that is not done was reopened since."""
     return f"hr:run:{name}:failed"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from headrace.bus.values import Attempt, AttemptKind, CaptureOutcome, Ended, Leases, Unrecorded
+from headrace.bus.values import Attempt, AttemptKind, Burn, CaptureOutcome, Ended, Leases, Unrecorded
 from headrace.ids import RequestId
 from headrace.messages import StoreJob
 from headrace.runs import Identity
@@ -55,14 +55,16 @@ class Requests:
         self._lease(run, [request], self.leases.grace, answered=True)
 
     def end(
-        self, request: RequestId, *, burn: bool, kind: AttemptKind, reason: str, unless_captured: bool = False
+        self, request: RequestId, *, burn: Burn, kind: AttemptKind, reason: str, unless_captured: bool = False
     ) -> str:
         """End an attempt that brought no row; one whose dump was captured burns in any case.
 
-        With `unless_captured` that one goes on, and nothing counts: for who only knows what the engine answered.
+        With `unless_captured` that one goes on, and nothing counts: for who only knows what the engine answered. With
+        `if_alone` it burns if no other request, of whichever dispatcher, was at its engine while it was.
         Returns pending, failed, captured, stale or unknown. A mismatch counts also when the attempt had ended before.
         """
-        arguments = (request.run, str(request), request.ordinal, int(burn), kind, reason, int(unless_captured))
+        burnt = burn if isinstance(burn, str) else int(burn)
+        arguments = (request.run, str(request), request.ordinal, burnt, kind, reason, int(unless_captured))
         answer: bytes = self._bus.call("end_attempt", *arguments)
         return answer.decode()
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import orjson
 
@@ -12,13 +13,13 @@ from headrace.bus import keys
 from headrace.bus.client import text
 from headrace.bus.values import RunState, RunView, Window
 from headrace.manifest import Line
-from headrace.reasons import MISMATCHES
 from headrace.runs import Identity, RunSpec
 
 if TYPE_CHECKING:
     from headrace.bus import Bus
 
-_MARK_BATCH = 500
+_T = TypeVar("_T")
+_BATCH = 500  # samples in a call
 _RATE_MS = 15_000  # between two notes; a rate is over one to two of them
 
 
@@ -90,7 +91,10 @@ class Runs:
         return self._set(name, "paused", reason, "active", *(("paused",) if by_hand else ()))
 
     def pause_for(self, name: str, reason: str, window: Window) -> bool:
-        """Pause an active run for what the verdicts of this window came to; False when it has another window by now."""
+        """Pause an active run for what the verdicts of this window came to.
+
+        False when it has another window by now, or nothing is left to give out.
+        """
         return bool(self._bus.call("pause_window", name, reason, window.since))
 
     def cancel(self, name: str) -> RunState | None:
@@ -115,28 +119,47 @@ class Runs:
     def mark_done(self, name: str, lines: Iterable[Line]) -> int:
         """Mark samples done by their manifest lines; one that is done already is not counted twice.
 
-        A sample that was reopened is not closed by the line of its earlier failure.
+        A sample that was reopened is not closed by the line of its earlier failure. One that is done by a failure
+        becomes stored or rejected by such a line, which counts as new.
         """
-        new, batch = 0, list[str | int]()
-        for line in lines:
-            batch += (line.ordinal, line.status, line.tokens, line.bytes, line.reason, line.request)
-            if len(batch) >= 6 * _MARK_BATCH:
-                new += self._bus.call("mark_done", name, *batch)
-                batch.clear()
-        if batch:
-            new += self._bus.call("mark_done", name, *batch)
+        new = 0
+        for batch in _batches(lines):
+            entries = list[str | int]()
+            for line in batch:
+                entries += (line.ordinal, line.status, line.tokens, line.bytes, line.reason, line.request)
+            new += self._bus.call("mark_done", name, *entries)
         return new
 
-    def reopen(self, name: str, lines: Iterable[Line]) -> list[int]:
-        """Extract samples again that are done by a failure, `lines` their failed lines; a finished run is active again.
+    def note_failed(self, name: str, lines: Iterable[Line]) -> None:
+        """Note the reasons of samples that an earlier version closed by a failure, for `reopen`.
 
-        Returns the ordinals of those that are open after a failure, also if they were reopened before.
+        `lines` are the newest ones of the samples that have failed lines alone.
         """
-        wanted = [(line.ordinal, line.reason) for line in lines]
-        reopened = list[int]()
-        for at in range(0, len(wanted), _MARK_BATCH):
-            batch = [value for pair in wanted[at : at + _MARK_BATCH] for value in pair]
-            reopened += self._bus.call("reopen", name, *batch)
+        for batch in _batches(lines):
+            entries = list[str | int]()
+            for line in batch:
+                entries += (line.ordinal, line.reason)
+            self._bus.call("note_failed", name, *entries)
+
+    def failed(self, name: str) -> list[int]:
+        """Ordinals of the samples that failed, their lines written or not, with those that are tried again already."""
+        with self._guard():
+            # Asked for first: one whose line is marked meanwhile is among the noted ones then.
+            waiting: Any = self._bus.redis.zrange(keys.recording(name), 0, -1)
+            samples: Any = self._bus.redis.hmget(keys.opened(name), waiting) if waiting else []
+            noted: Any = self._bus.redis.hkeys(keys.failed(name))
+        unwritten = (o for o, sample in zip(waiting, samples, strict=True) if (sample or b"").startswith(b"failed|"))
+        return sorted({int(ordinal) for ordinal in (*noted, *unwritten)})
+
+    def reopen(self, name: str, ordinals: Iterable[int]) -> dict[int, str]:
+        """Extract those of the samples again that failed, their lines written or not; a finished run is active again.
+
+        Returns those that are open after a failure, also if they were reopened before, and the failures' reasons.
+        """
+        reopened = dict[int, str]()
+        for batch in _batches(ordinals):
+            answer = [value.decode() for value in self._bus.call("reopen", name, *batch)]
+            reopened |= zip(map(int, answer[::2]), answer[1::2], strict=True)
         return reopened
 
     def say_waiting(self, name: str, what: str) -> None:
@@ -170,6 +193,12 @@ class Runs:
         return self._bus.guard()
 
 
+def _batches(values: Iterable[_T]) -> Iterator[list[_T]]:
+    rest = iter(values)
+    while batch := list(islice(rest, _BATCH)):
+        yield batch
+
+
 def _view(table: dict[str, bytes], pending: int, in_flight: int, fed: int) -> RunView:
     def number(name: str) -> int:
         return int(table.get(name, b"0"))
@@ -181,10 +210,9 @@ def _view(table: dict[str, bytes], pending: int, in_flight: int, fed: int) -> Ru
         found = {name.removeprefix(prefix): int(value) for name, value in table.items() if name.startswith(prefix)}
         return dict(sorted(found.items()))
 
-    reasons = counts("reason:")
     state: Any = text("state")
     engine = table.get("engine")
-    finished = table.get("finished_at")
+    finished, reopened = table.get("finished_at"), table.get("reopened_at")
     return RunView(
         spec=RunSpec.decode(table["spec"]),
         state=state,
@@ -197,7 +225,7 @@ def _view(table: dict[str, bytes], pending: int, in_flight: int, fed: int) -> Ru
         bytes=number("bytes"),
         verdicts=number("verdicts"),
         mismatches=number("mismatches"),
-        reasons=reasons,
+        reasons=counts("reason:"),
         rejected_by=counts("rejected:"),
         failed_by=counts("failed:"),
         identity=Identity(engine=engine.decode(), weight_version=text("weight_version")) if engine else None,
@@ -206,21 +234,22 @@ def _view(table: dict[str, bytes], pending: int, in_flight: int, fed: int) -> Ru
         fed=fed,
         waiting_for=text("waiting_for"),
         created_at=number("created_at") / 1000,
+        reopened_at=int(reopened) / 1000 if reopened else None,
         finished_at=int(finished) / 1000 if finished else None,
         rate_since=number("rate_since") / 1000,
         rate_rows=number("rate_rows"),
         rate_tokens=number("rate_tokens"),
-        window=_window(table.get("window", b"{}"), number("verdicts"), number("mismatches"), reasons),
+        window=_window(table.get("window", b"{}"), number, counts("first_reason:")),
     )
 
 
-def _window(note: bytes, verdicts: int, mismatches: int, reasons: Mapping[str, int]) -> Window:
+def _window(note: bytes, number: Callable[[str], int], reasons: Mapping[str, int]) -> Window:
     noted: dict[str, int] = orjson.loads(note)
-    since = noted.get("verdicts", 0)
-    newer = {reason: reasons.get(reason, 0) - noted.get(f"reason:{reason}", 0) for reason in sorted(MISMATCHES)}
+    since = noted.get("first_verdicts", 0)
+    newer = {reason: count - noted.get(f"first_reason:{reason}", 0) for reason, count in reasons.items()}
     return Window(
         since=since,
-        verdicts=verdicts - since,
-        mismatches=mismatches - noted.get("mismatches", 0),
-        reasons={str(reason): count for reason, count in newer.items() if count},
+        verdicts=number("first_verdicts") - since,
+        mismatches=number("first_mismatches") - noted.get("first_mismatches", 0),
+        reasons={reason: count for reason, count in newer.items() if count},
     )

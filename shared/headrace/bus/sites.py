@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,9 @@ import orjson
 from headrace.bus import keys
 from headrace.bus.client import text
 from headrace.bus.values import Site
+from headrace.errors import Unreadable
 from headrace.flow import Load
+from headrace.tensorfile import ITEM_SIZE
 
 if TYPE_CHECKING:
     from headrace.bus import Bus
@@ -41,15 +44,30 @@ class Sites:
             return sorted(text(name) for name in self._bus.redis.smembers(keys.SITES))
 
     def get(self, name: str) -> Site | None:
-        """The registration; None when it lapsed."""
+        """The registration; None when it lapsed.
+
+        Raises:
+            Unreadable: another version's watcher wrote it.
+        """
         with self._bus.guard():
             reply: Any = self._bus.redis.hgetall(keys.site(name))
         table = {key.decode(): value for key, value in reply.items()}
-        return _site(table) if "site" in table else None
+        if "site" not in table:
+            return None
+        try:
+            return _site(table)
+        except (KeyError, ValueError, TypeError) as error:
+            raise Unreadable(
+                f"the registration of site {name} cannot be read ({type(error).__name__}: {str(error)[:200]}); "
+                "its watcher is of another version than this one: upgrade both to the same"
+            ) from error
 
     def registered(self) -> list[Site]:
-        """All sites that take requests now."""
-        found = (self.get(name) for name in self.names())
+        """All sites that take requests now; one whose registration cannot be read takes none."""
+        found = []
+        for name in self.names():
+            with suppress(Unreadable):
+                found.append(self.get(name))
         return [site for site in found if site is not None]
 
     def load(self, site: Site) -> Load:
@@ -79,7 +97,7 @@ class Sites:
 
 
 def _site(table: dict[str, bytes]) -> Site:
-    return Site(
+    site = Site(
         site=table["site"].decode(),
         url=table["url"].decode(),
         boot=table["boot"].decode(),
@@ -91,10 +109,14 @@ def _site(table: dict[str, bytes]) -> Site:
         dtype=table["dtype"].decode(),
         fingerprint=table["fingerprint"].decode(),
         weight_version=table["weight_version"].decode(),
-        final_norm=orjson.loads(table["final_norm"]),
+        # Watchers of the first version do not know of it.
+        final_norm=orjson.loads(table.get("final_norm", b"false")),
         context_length=int(table["context_length"]),
         max_requests=int(table["max_requests"]),
         max_tokens=int(table["max_tokens"]),
         dump_cap_bytes=int(table["dump_cap_bytes"]),
         dump_bytes=int(table["dump_bytes"]),
     )
+    if site.dtype not in ITEM_SIZE or site.dump_cap_bytes < 1:
+        raise ValueError(f"dtype {site.dtype!r}, a cap of {site.dump_cap_bytes} bytes")
+    return site

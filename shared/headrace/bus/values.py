@@ -14,6 +14,7 @@ from headrace.verdicts import changed_identity
 
 RunState = Literal["rebuilding", "active", "paused", "cancelled", "finished"]
 AttemptKind = Literal["mismatch", "loss", "error"]
+Burn = bool | Literal["if_alone"]
 DESTINATION_FULL = "destination full"
 _AS_IT_WAS = "bring the engine back as it was, or start another run with a name and an output of its own"
 
@@ -29,12 +30,21 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """The latest verdicts of a run, those after its first `since`: how many were mismatches, and of which reasons."""
+    """The latest verdicts on samples' first attempts, after the run's first `since`: mismatches, and their reasons.
+
+    Attempts of samples that were reopened are no first ones. A writer may refuse a dump long after its verdict was
+    counted, so there may be more `mismatches` than `verdicts`.
+    """
 
     since: int
     verdicts: int
     mismatches: int
     reasons: Mapping[str, int]
+
+    @property
+    def judged(self) -> int:
+        """The attempts that the window is over: each mismatch is one of them."""
+        return max(self.verdicts, self.mismatches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +53,7 @@ class RunView:
 
     `reasons` counts refused dumps and ended attempts by reason, `rejected_by` and `failed_by` count samples.
     `rate_rows` and `rate_tokens` are what was stored at the time `rate_since`, for a rate over the last half minute or
-    so; times are seconds since the epoch.
+    so; times are seconds since the epoch. `reopened_at` is when failed samples of the finished run went again.
     """
 
     spec: RunSpec
@@ -66,6 +76,7 @@ class RunView:
     fed: int
     waiting_for: str
     created_at: float
+    reopened_at: float | None
     finished_at: float | None
     rate_since: float
     rate_rows: int

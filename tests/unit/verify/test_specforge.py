@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from headrace.finalnorm import NORM_FILE
+from headrace.errors import UsageError
+from headrace.finalnorm import NORM_FILE, FinalNorm
 from headrace_cli.verify import Kind, Report, verify
+from headrace_cli.verify.head import norm_difference
 from headrace_writer import formats
 from tests.support.datasets import LENGTHS, Alter, Recipe, States, build, commit, norm_of, row_path
 from tests.support.dumps import make_norm
@@ -64,8 +68,11 @@ def test_rows_made_with_another_norm_are_not_what_the_model_computes(
     tmp_path: Path, model: Path, states: States
 ) -> None:
     report = recomputed(make(tmp_path, model, states, other_norm=True), model)
-    assert set(kinds(report)) == set(range(len(LENGTHS)))
-    assert all(problem.kind is Kind.STATES and problem.detail.startswith("final") for problem in report.problems)
+    assert set(kinds(report)) == {None, *range(len(LENGTHS))}
+    *states_of_rows, norm = report.problems
+    assert all(problem.kind is Kind.STATES and problem.detail.startswith("final") for problem in states_of_rows)
+    assert (norm.kind, norm.where) == (Kind.DATASET, NORM_FILE)
+    assert norm.detail == f"not the final norm of {model}: 64 of 64 weights differ, eps is 1e-05, there 1e-05"
 
 
 def test_a_final_state_before_the_norm_is_named_as_such(tmp_path: Path, model: Path, states: States) -> None:
@@ -114,11 +121,58 @@ def test_a_row_that_says_another_final_state_is_found(dataset: Path) -> None:
     assert "final state 'pre_norm', expected 'post_norm'" in problem.detail
 
 
+def flipped(norm: FinalNorm) -> bytes:
+    data = bytearray(norm.encode())
+    data[-3] ^= 0x40
+    return bytes(data)
+
+
 @pytest.mark.parametrize(
-    ("data", "says"), [(b"torn", "too few"), (make_norm(32, "F32").encode(), "a weight of width 32, the run has 64")]
+    ("data", "says"),
+    [
+        (b"torn", "too few"),
+        (make_norm(32, "F32").encode(), "a weight of width 32, the run has 64"),
+        (flipped(make_norm(64, "F32")), "damaged: checksum 'xxh3:"),
+        (None, "missing, though rows were made with it"),
+    ],
+    ids=["torn", "narrow", "flipped", "missing"],
 )
-def test_a_damaged_final_norm_is_found(dataset: Path, data: bytes, says: str) -> None:
-    (dataset / NORM_FILE).write_bytes(data)
-    problem = only(check(dataset))
-    assert (problem.kind, problem.where) == (Kind.DATASET, NORM_FILE)
-    assert says in problem.detail
+def test_a_damaged_or_missing_final_norm_is_found(dataset: Path, model: Path, data: bytes | None, says: str) -> None:
+    (dataset / NORM_FILE).unlink()
+    if data is not None:
+        (dataset / NORM_FILE).write_bytes(data)
+    for report in (check(dataset), recomputed(dataset, model)):
+        problem = only(report)
+        assert (problem.kind, problem.where) == (Kind.DATASET, NORM_FILE)
+        assert says in problem.detail
+        assert problem.detail.endswith("the engine's own lies in its dump folder as final_norm.*.safetensors")
+
+
+def test_another_norm_that_took_the_place_of_the_models_is_found(dataset: Path, model: Path) -> None:
+    norm = norm_of(model)
+    for other, says in (
+        (
+            replace(norm, weight=b"\x00\x00\x80\x40" + norm.weight[4:]),
+            "1 of 64 weights differ, eps is 1e-05, there 1e-05",
+        ),
+        (replace(norm, eps=1e-6), "0 of 64 weights differ, eps is 1e-06, there 1e-05"),
+    ):
+        (dataset / NORM_FILE).write_bytes(other.encode())
+        assert check(dataset).ok
+        problem = only(recomputed(dataset, model))
+        assert (problem.kind, problem.where) == (Kind.DATASET, NORM_FILE)
+        assert problem.detail == f"not the final norm of {model}: {says}"
+
+
+def test_a_checkpoint_whose_norm_cannot_be_read_is_not_compared(dataset: Path, model: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(model, tmp_path / "copied"))
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps({**config, "rms_norm_eps": None}))
+    with pytest.raises(UsageError, match="no final RMSNorm weight"):
+        norm_difference(norm_of(model), copied)
+
+
+def test_a_norm_is_missing_only_where_rows_were_made_with_it(tmp_path: Path, model: Path, states: States) -> None:
+    whole = make(tmp_path, model, states, final_state="post_norm")
+    (whole / NORM_FILE).unlink()
+    assert check(whole).ok

@@ -292,26 +292,32 @@ def test_a_checkpoint_larger_than_the_memory_is_not_loaded_unless_named(
 _WITHOUT_TORCH = """
 import sys
 from pathlib import Path
+from types import ModuleType
 
-sys.modules["torch"] = None  # as if it were not installed
+sys.modules["torch"] = ModuleType("torch") if sys.argv[2] else None  # half installed, or as if it were not
+again = sys.argv[2] and "--force-reinstall "
 from headrace.errors import UsageError
 from headrace_cli.verify import verify
 
 options = dict(model=None, sample=2, semantic=True, tolerance=None, progress=None)
 report = verify(Path(sys.argv[1]), all_rows=False, **options)
 assert report.ok and report.rows == 8 and report.recomputed is None and report.ranks is None
-assert len(report.notes) == 2 and all("pip install 'headrace[verify]'" in note for note in report.notes), report.notes
+assert len(report.notes) == 2, report.notes
+assert all(f"pip install {again}'headrace[verify]'" in note for note in report.notes), report.notes
 try:
     verify(Path(sys.argv[1]), all_rows=True, **options)
 except UsageError as error:
-    assert "pip install 'headrace[verify]'" in str(error)
+    assert f"pip install {again}'headrace[verify]'" in str(error)
 else:
     raise AssertionError("every row was asked for and none recomputed")
 """
 
 
-def test_without_torch_all_but_the_states_is_verified_and_the_extra_is_named(make: Callable[..., Path]) -> None:
-    done = subprocess.run([sys.executable, "-c", _WITHOUT_TORCH, make()], capture_output=True, text=True)
+@pytest.mark.parametrize("half", ["", "half"], ids=["none", "half"])
+def test_without_a_whole_torch_all_but_the_states_is_verified_and_the_extra_is_named(
+    make: Callable[..., Path], half: str
+) -> None:
+    done = subprocess.run([sys.executable, "-c", _WITHOUT_TORCH, make(), half], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -11,9 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headrace.dumpfolder import read_norm
 from headrace.errors import Unavailable, Unreadable, UsageError
-from headrace.finalnorm import NORM_FILE
+from headrace.finalnorm import FinalNorm
 from headrace.formats import FORMATS
 from headrace.ids import digest_ids
 from headrace.manifest import (
@@ -30,6 +29,7 @@ from headrace.manifest import (
 )
 from headrace.runs import Identity, RunSpec
 from headrace_cli.verify.lines import is_time
+from headrace_cli.verify.norm import find_norm
 from headrace_cli.verify.problems import Findings, Kind
 from headrace_dispatcher.inputs import Inputs, RejectedSample, Sample
 from headrace_writer import formats
@@ -60,7 +60,8 @@ class Entry:
 class Books:
     """What a dataset says of itself, in 13 bytes per sample; lines are read again when needed.
 
-    A second, different line of a sample costs some hundred bytes more. `final_state` is that of the rows.
+    A second, different line of a sample costs some hundred bytes more. `final_state` is that of the rows, `norm` the
+    model's final norm where it is kept and sound.
 
     Segments are read here and not by `ManifestReader`, which tells no line's place.
     """
@@ -75,6 +76,7 @@ class Books:
         self.inputs = inputs
         self.form = formats.get(spec.format)
         self.final_state = FORMATS[spec.format].stored(spec.final_state)
+        self.norm: FinalNorm | None = None
         self._findings = findings
         self._bits = bytearray(spec.total)
         self._segments: list[str] = []
@@ -111,7 +113,7 @@ class Books:
             books._find_rows()
             books._read_manifest()
             books._judge_lines()
-            books._check_norm()
+            books._find_norm()
             if dataset is None and not findings.counts[Kind.DATASET]:
                 books._judge_absent_dataset()
         except BaseException:
@@ -270,20 +272,15 @@ class Books:
             more = ", ..." if absent > len(missing) else ""
             self._findings.note(f"{absent} samples have no line yet: {', '.join(map(str, missing))}{more}")
 
-    def _check_norm(self) -> None:
-        try:
-            norm = read_norm(self.folder / NORM_FILE)
-        except FileNotFoundError:
-            return  # not every engine publishes one, and rows of most formats are made without
-        except Unreadable as error:
-            self._findings.add(Kind.DATASET, NORM_FILE, str(error))
-            return
-        if norm.hidden_size != self.spec.hidden_size:
-            detail = f"a weight of width {norm.hidden_size}, the run has {self.spec.hidden_size}"
-            self._findings.add(Kind.DATASET, NORM_FILE, detail)
+    def _find_norm(self) -> None:
+        derived = FORMATS[self.spec.format].needs_norm(self.spec.final_state)
+        self.norm = find_norm(self.folder, self.spec, self._findings, needed=derived and self._has_rows())
+
+    def _has_rows(self) -> bool:
+        return any(bits & (_ROW | _BIT["stored"]) for bits in self._bits)
 
     def _judge_absent_dataset(self) -> None:
-        if any(bits & (_ROW | _BIT["stored"]) for bits in self._bits):
+        if self._has_rows():
             self._findings.add(Kind.DATASET, DATASET_FILE, "missing, though there are rows or lines of rows")
         else:
             self._findings.note(f"no {DATASET_FILE} yet: the dataset holds no row")

@@ -13,12 +13,15 @@ from torch import Tensor
 
 from headrace.dumps import PRE_NORM
 from headrace.errors import UsageError
+from headrace.finalnorm import FinalNorm
 
 # Tokens and rows of the head that are multiplied at once: logits of 32 MiB.
 _TOKENS, _VOCABULARY = 1024, 8192
 _NORM = re.compile(r"(^|.*\.)(model|language_model)\.norm\.weight")
 _HEAD = re.compile(r"(^|.*\.)lm_head\.weight")
 _EMBEDDING = re.compile(r"(^|.*\.)embed_tokens\.weight")
+_NO_NORM = "no final RMSNorm weight and rms_norm_eps as Llama and Qwen models have them"
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 # Their norms multiply by 1 + weight.
 _ONE_PLUS = ("gemma", "recurrent_gemma", "vaultgemma", "qwen3_next", "qwen3_5")
 
@@ -33,8 +36,7 @@ class Head:
             UsageError: it is not there, of another width than the rows', or behind a norm that is not RMSNorm.
         """
         try:
-            config = json.loads((folder / "config.json").read_bytes())
-            config = config.get("text_config", config)
+            config = _config(folder)
             self.tied = False
             head = _find(folder, _HEAD)
             if head is None:
@@ -47,7 +49,9 @@ class Head:
         self._head = head
         self._norm: tuple[Tensor, float] | None = None
         if final_state == PRE_NORM:
-            self._norm = _rms_norm(folder, config, norm, hidden_size)
+            self._norm = _rms_norm(config, norm, hidden_size)
+            if self._norm is None:
+                raise _unusable(folder, _NO_NORM)
 
     @torch.inference_mode()
     def first(self, final: Tensor) -> Tensor:
@@ -69,6 +73,34 @@ class Head:
         return token
 
 
+@torch.inference_mode()
+def norm_difference(norm: FinalNorm, folder: Path) -> str | None:
+    """What differs between a final norm and that of a checkpoint in the same dtype; None if nothing does.
+
+    Raises:
+        UsageError: the checkpoint's is not there, of another width, or no RMSNorm.
+    """
+    try:
+        found = _rms_norm(_config(folder), _find(folder, _NORM), norm.hidden_size)
+    except (OSError, ValueError, AttributeError, SafetensorError) as error:
+        raise UsageError(f"{folder}: {type(error).__name__}: {error}") from error
+    if found is None:
+        raise UsageError(f"{folder}: {_NO_NORM}")
+    weight, eps = found
+    kept = torch.frombuffer(bytearray(norm.weight), dtype=_DTYPES[norm.dtype])
+    # As an engine that serves the model in this dtype rounds it.
+    differing = int((weight.to(kept.dtype) != kept).sum())
+    if not differing and norm.eps == eps:
+        return None
+    return f"{differing} of {norm.hidden_size} weights differ, eps is {norm.eps}, there {eps}"
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    config = json.loads((folder / "config.json").read_bytes())
+    text: dict[str, Any] = config.get("text_config", config)
+    return text
+
+
 def _find(folder: Path, name: re.Pattern[str]) -> Tensor | None:
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -79,10 +111,10 @@ def _find(folder: Path, name: re.Pattern[str]) -> Tensor | None:
     return None
 
 
-def _rms_norm(folder: Path, config: dict[str, Any], weight: Tensor | None, hidden_size: int) -> tuple[Tensor, float]:
+def _rms_norm(config: dict[str, Any], weight: Tensor | None, hidden_size: int) -> tuple[Tensor, float] | None:
     eps = config.get("rms_norm_eps")
     if weight is None or weight.shape != (hidden_size,) or not isinstance(eps, float):
-        raise _unusable(folder, "no final RMSNorm weight and rms_norm_eps as Llama and Qwen models have them")
+        return None
     if str(config.get("model_type")).startswith(_ONE_PLUS):
         return 1 + weight.float(), eps
     return weight.float(), eps

@@ -14,7 +14,7 @@ class Kind(StrEnum):
     """The kinds of problems; the values are part of the JSON report."""
 
     # the books
-    DATASET = "dataset"  # headrace.json is missing, damaged, or of another extraction than the inputs
+    DATASET = "dataset"  # headrace.json or the final norm is missing, damaged, or of another extraction or model
     INPUTS = "inputs"  # inputs/ is missing or damaged
     DAMAGED_LINE = "damaged_line"
     WRONG_LINE = "wrong_line"  # a line disagrees with the run or with the inputs

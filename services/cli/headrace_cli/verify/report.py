@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.errors import RunIncomplete, VerificationFailed
-from headrace_cli.console import human_bytes
+from headrace_cli.console import human_bytes, one_line
 from headrace_cli.verify.problems import Kind, Problem
 
 SHOWN = 50
@@ -122,7 +122,7 @@ def render(report: Report) -> RenderableType:
         parts += [Text(), _worst(report.recomputed)]
     if report.problems:
         parts += [Text(), _problems(report)]
-    parts += [Text(f"note: {note}", style="dim") for note in report.notes]
+    parts += [Text(one_line(f"note: {note}"), style="dim") for note in report.notes]
     kinds = ", ".join(f"{kind.value} {count}" for kind, count in sorted(report.counts.items()))
     verdict = "[bold green]verified: nothing is wrong[/]" if report.ok else f"[bold red]wrong:[/] {kinds}"
     parts.append(Text.from_markup(verdict))
@@ -133,7 +133,7 @@ def _summary(report: Report) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    table.add_row("dataset", Text(f"{report.folder}  (run {report.run})"))
+    table.add_row("dataset", Text(one_line(f"{report.folder}  (run {report.run})")))
     table.add_row(
         "books",
         f"{report.total} samples = {report.stored} stored + {report.rejected} rejected + {report.failed} failed + "
@@ -144,7 +144,7 @@ def _summary(report: Report) -> Table:
     if (recomputed := report.recomputed) is not None:
         speed = f", {recomputed.tokens / recomputed.seconds:,.0f} tokens/s" if recomputed.seconds > 0 else ""
         table.add_row("recomputed", f"{recomputed.rows} rows, {recomputed.tokens:,} tokens{speed}")
-        table.add_row("with", Text(report.model))
+        table.add_row("with", Text(one_line(report.model)))
     if (ranks := report.ranks) is not None:
         outcome = "" if ranks.conclusive else ", inconclusive"
         table.add_row(
@@ -174,7 +174,7 @@ def _problems(report: Report) -> Table:
     table.add_column("detail", overflow="fold")
     for problem in report.problems[:SHOWN]:
         ordinal = "" if problem.ordinal is None else str(problem.ordinal)
-        table.add_row(problem.kind.value, ordinal, Text(problem.where), Text(problem.detail))
+        table.add_row(problem.kind.value, ordinal, Text(one_line(problem.where)), Text(one_line(problem.detail)))
     hidden = sum(report.counts.values()) - min(SHOWN, len(report.problems))
     if hidden:
         table.add_row("...", "", "", f"{hidden} more; --json gives the first {len(report.problems)}")

@@ -8,10 +8,12 @@ import os
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from headrace.errors import Unavailable, UsageError
+from headrace.finalnorm import NORM_FILE, FinalNorm
 from headrace.runs import RunSpec
 from headrace_cli.verify.books import Books
 from headrace_cli.verify.lines import line_fault
@@ -21,7 +23,6 @@ from headrace_cli.verify.rows import check_row
 from headrace_cli.verify.sampling import choose
 from headrace_dispatcher.checkpoint import checkpoint_digest
 
-_HINT = "install it with: pip install 'headrace[verify]'"
 _GIVE_MODEL = "give the checkpoint with --model"
 
 
@@ -87,6 +88,8 @@ class _Verification:
                 recomputed = self._recompute(books, checkpoint, chosen, tolerance, required=required)
                 if semantic:
                     ranks = self._rank(books, checkpoint, chosen)
+            if checkpoint is not None and books.norm is not None:
+                self._compare_norm(books.norm, checkpoint)
             return self._report(books, counts, str(checkpoint or ""), recomputed, ranks)
         finally:
             books.close()
@@ -147,12 +150,9 @@ class _Verification:
             self._findings.note(f"states not recomputed: {model} does not fit this machine in float32; see --model")
             return None
         try:
-            from headrace_cli.verify.recompute import Recomputation
-
+            with _needs_extra():
+                from headrace_cli.verify.recompute import Recomputation
             recomputation = Recomputation(model, books, tolerance, self._findings)
-        except ModuleNotFoundError as error:
-            self._not_done("states not recomputed", f"{error}; {_HINT}", required=required)
-            return None
         except UsageError as error:
             self._not_done("states not recomputed", str(error), required=required)
             return None
@@ -162,19 +162,27 @@ class _Verification:
 
     def _rank(self, books: Books, model: Path, chosen: list[int]) -> Ranks | None:
         try:
-            from headrace_cli.verify.head import Head
-            from headrace_cli.verify.semantic import NextTokens
-
+            with _needs_extra():
+                from headrace_cli.verify.head import Head
+                from headrace_cli.verify.semantic import NextTokens
             next_tokens = NextTokens(Head(model, books.spec.hidden_size, books.final_state), books, self._findings)
-        except ModuleNotFoundError as error:
-            self._not_done("next tokens not ranked", f"{error}; {_HINT}", required=False)
-            return None
         except UsageError as error:
             self._not_done("next tokens not ranked", str(error), required=False)
             return None
         started = time.perf_counter()
         next_tokens.run(chosen, self._step)
         return next_tokens.finish(time.perf_counter() - started)
+
+    def _compare_norm(self, norm: FinalNorm, model: Path) -> None:
+        try:
+            with _needs_extra():
+                from headrace_cli.verify.head import norm_difference
+            difference = norm_difference(norm, model)
+        except UsageError as error:
+            self._not_done(f"{NORM_FILE} not compared with the checkpoint's", str(error), required=False)
+            return
+        if difference is not None:
+            self._findings.add(Kind.DATASET, NORM_FILE, f"not the final norm of {model}: {difference}")
 
     def _not_done(self, what: str, why: str, *, required: bool) -> None:
         if required:
@@ -209,6 +217,17 @@ class _Verification:
             counts=dict(self._findings.counts),
             notes=tuple(self._findings.notes),
         )
+
+
+@contextmanager
+def _needs_extra() -> Iterator[None]:
+    """Import inside this block what the extra brings; raises UsageError where it is not there, or not whole."""
+    try:
+        yield
+    except Exception as error:  # a torch that is half installed, or fits not the rest, raises anything
+        cause = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        again = "" if isinstance(error, ModuleNotFoundError) else " --force-reinstall"
+        raise UsageError(f"{cause}; install it with: pip install{again} 'headrace[verify]'") from error
 
 
 def _float32_bytes(model: Path) -> int:

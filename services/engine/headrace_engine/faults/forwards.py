@@ -118,10 +118,10 @@ class Forwards:
 
 
 def _aborted(part: Forward, withdraw: Callable[[str], None]) -> Iterator[Forward]:
-    """The first part of several; a request of one part is aborted before it runs."""
-    yield part
+    """The first part of several; where the last one is the first, since the others were cached, none."""
     if not ends_at(part, part.pieces[0].prompt_tokens):
-        withdraw(part.pieces[0].rid)
+        yield part
+    withdraw(part.pieces[0].rid)
 
 
 def _crash(part: Forward) -> Iterator[Forward]:

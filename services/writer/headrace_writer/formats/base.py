@@ -112,6 +112,13 @@ class Format(Protocol):
             Unreadable: the file is torn, or no row of this format.
         """
 
+    def check_sums(self, name: str, data: memoryview) -> None:
+        """Compare the content of a file that can be parsed with the sums that it has of it, if any; reads all of it.
+
+        Raises:
+            Unreadable: a sum is another one.
+        """
+
     def read(self, path: Path) -> Row:
         """Read a row back from its file.
 

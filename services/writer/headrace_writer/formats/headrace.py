@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 
 from headrace.errors import Unreadable
 from headrace.tensorfile import MAX_HEADER, TensorInfo, decode_header, encode_header, layout
+from headrace_writer.destination import file_checksum
 from headrace_writer.formats.base import (
     STATE_DTYPES,
     Format,
@@ -20,6 +21,9 @@ from headrace_writer.formats.base import (
 from headrace_writer.formats.origin import decode_origin, encode_origin
 
 ROWS_PER_FOLDER = 1000
+# What a dump's data section holds, in order: a row takes over the checksum that its dump was verified by.
+_SUMMED = ("token_ids", "aux", "final")
+_CHECKSUM = "checksum"
 
 
 class HeadraceFormat(Format):
@@ -45,7 +49,10 @@ class HeadraceFormat(Format):
                 ("final", source.final.info.dtype, source.final.info.shape),
             ]
         )
-        file.write(encode_header(tensors, encode_origin(source, source.header.final_state)))
+        metadata = encode_origin(source, source.header.final_state)
+        if _in_order(source.header.tensors) == list(_SUMMED):
+            metadata[_CHECKSUM] = source.header.checksum
+        file.write(encode_header(tensors, metadata))
         file.write(source.token_ids)
         file.write(encode_loss_mask(source.mask))
         file.write(source.aux.buffer)
@@ -63,6 +70,20 @@ class HeadraceFormat(Format):
             final=States(info=tensors["final"], buffer=_slice(data, tensors["final"])),
             origin=decode_origin(metadata),
         )
+
+    def check_sums(self, name: str, data: memoryview) -> None:
+        """Compare ids and states with the dump's checksum; raises Unreadable. Rows of the first versions have none."""
+        tensors, metadata, offset = decode_header(bytes(data[: MAX_HEADER + 8]), len(data))
+        _check_tensors(tensors)
+        if _CHECKSUM not in metadata:
+            return
+        found = file_checksum(*(_slice(data[offset:], tensors[part]) for part in _SUMMED))
+        if found != metadata[_CHECKSUM]:
+            raise Unreadable(f"{name}: ids and states are {found}, its metadata say {metadata[_CHECKSUM][:40]!r}")
+
+
+def _in_order(tensors: Mapping[str, TensorInfo]) -> list[str]:
+    return sorted(tensors, key=lambda name: (tensors[name].begin, tensors[name].end))
 
 
 def _check_tensors(tensors: Mapping[str, TensorInfo]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from headrace.finalnorm import FinalNorm
+from headrace.tensorfile import TensorInfo
 from headrace_writer.formats.base import NotFinite, States
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -37,6 +38,26 @@ def normalise(norm: FinalNorm, states: States) -> Iterator[memoryview]:
         if not finite:
             raise NotFinite(f"the final norm of tokens {start // width} and later gives NaN or infinite values")
         yield normed.view(torch.uint8).numpy().reshape(-1).data
+
+
+def check_torch() -> None:
+    """Normalise a row whose outcome is known, in every dtype; a torch that is not whole raises what it likes.
+
+    Raises:
+        RuntimeError: torch gives another outcome.
+    """
+    for name, dtype in _DTYPES.items():
+        # Exact in all of them.
+        row, weight, expected = (_bytes(row, dtype) for row in ((2, -2, 2, -2), (1, 2, 3, 4), (1, -2, 3, -4)))
+        info = TensorInfo(dtype=name, shape=(1, 4), begin=0, end=len(row))
+        norm = FinalNorm(dtype=name, hidden_size=4, weight=weight, eps=0.0)
+        found = b"".join(normalise(norm, States(info=info, buffer=memoryview(row))))
+        if found != expected:
+            raise RuntimeError(f"it computes {found.hex()} in {name} where {expected.hex()} is right")
+
+
+def _bytes(values: tuple[int, ...], dtype: torch.dtype) -> bytes:
+    return torch.tensor(values, dtype=dtype).view(torch.uint8).numpy().tobytes()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from headrace_writer.formats.base import (
     decode_loss_mask,
     encode_loss_mask,
 )
-from headrace_writer.formats.origin import decode_origin, encode_origin
+from headrace_writer.formats.origin import decode_origin, encode_origin, whole
 from headrace_writer.formats.torchfile import Archive, Piece, Tensor, write_archive
 
 ROWS_PER_FOLDER = 2000
@@ -67,15 +67,15 @@ class SpecforgeFormat(Format):
 
     def parse(self, name: str, data: memoryview) -> Row:
         """Read a row back from a map of its whole file; raises Unreadable."""
-        archive = Archive(data)
+        archive = Archive(data, {_NOTE})
         note = _note(archive)
         origin = decode_origin(note)
         try:
-            tokens, hidden_size, dtype = int(note["tokens"]), int(note["hidden_size"]), note["dtype"]
+            tokens, hidden_size, dtype = whole(note["tokens"]), whole(note["hidden_size"]), note["dtype"]
         except (KeyError, ValueError) as error:
             raise Unreadable(f"{name}: {_NOTE}: {type(error).__name__}: {error}") from error
         if dtype not in STATE_DTYPES or tokens < 1 or hidden_size < 1:
-            raise Unreadable(f"{name}: {_NOTE} says {tokens} tokens of {hidden_size} {dtype[:40]}")
+            raise Unreadable(f"{name}: {_NOTE} says {tokens} tokens of {hidden_size} {dtype[:40]!r}")
         boundaries = len(origin.boundaries)
         ids, mask, aux, final = archive.tensors(_tensors(tokens, boundaries, hidden_size, dtype))
         return Row(
@@ -85,6 +85,10 @@ class SpecforgeFormat(Format):
             final=_states(final, dtype, (tokens, hidden_size)),
             origin=origin,
         )
+
+    def check_sums(self, name: str, data: memoryview) -> None:
+        """Compare each record with the sum that the archive has of it; raises Unreadable."""
+        Archive(data, {_NOTE}).check_sums()
 
 
 def _tensors(tokens: int, boundaries: int, hidden_size: int, dtype: str) -> tuple[Tensor, ...]:
@@ -109,6 +113,7 @@ def _post_norm(source: RowSource) -> Iterable[Piece]:
 def _note(archive: Archive) -> dict[str, str]:
     try:
         note = json.loads(archive.note(_NOTE))
+        json.dumps(note, ensure_ascii=False).encode()  # JSON can spell half a surrogate pair, which no store takes
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"{_NOTE} is not JSON: {error}") from error
     if not isinstance(note, dict) or not all(isinstance(value, str) for value in note.values()):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -32,6 +33,12 @@ _LOCAL_MAGIC = b"PK\3\4"
 _ZIP64_EXTRA = 20
 _ZIP64_FROM = 1 << 30
 _MAX_SMALL = 1 << 20
+# What ends the directory, and what an entry takes beside its name, extra and comment.
+_END = struct.Struct("<4s4HL4xH")
+_END_MAGIC = b"PK\5\6"
+_ENTRY, _ENTRY_LENGTHS_AT, _ENTRY_LENGTHS = 46, 28, struct.Struct("<3H")
+_FOLDER = 0x10
+_HARMLESS_FLAGS = 0x808  # the sums follow the data; the name is UTF-8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +72,23 @@ def write_archive(
 class Archive:
     """A file that `write_archive` made, over a map of it; what it gives are parts of the map."""
 
-    def __init__(self, data: memoryview) -> None:
-        """Find the records; raises Unreadable."""
+    def __init__(self, data: memoryview, notes: Set[str]) -> None:
+        """Find the records, `notes` being those that no loader looks at; raises Unreadable.
+
+        Torch reads a directory in a way of its own: it finds the first record of a name in any case, and leaves memory
+        as it was for one that is marked as a folder. So nothing is taken that could be read in two ways.
+        """
         self._data = data
+        self._notes = notes
         try:
             with zipfile.ZipFile(_View(data)) as archive:
                 entries = archive.infolist()
+                _check_directory(data, archive.start_dir, entries)
         # What the module raises for directories that are damaged, beside its own error.
         except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, EOFError, struct.error) as error:
             raise Unreadable(f"no ZIP archive as torch.save writes it: {error}") from error
-        self._entries = {entry.filename: entry for entry in entries}
+        # `filename` would end at a NUL, with which torch goes on.
+        self._entries = {entry.orig_filename: entry for entry in entries}
         if len(self._entries) < len(entries):
             raise Unreadable("a record is there twice")
 
@@ -87,15 +101,26 @@ class Archive:
 
     def tensors(self, expected: Sequence[Tensor]) -> list[memoryview]:
         """The data of the tensors, if torch would load exactly these from the file; else raises Unreadable."""
+        if sum(tensor.nbytes for tensor in expected) > len(self._data):
+            raise Unreadable(f"the file's {len(self._data)} bytes do not hold {_named(expected)}")
         for name, content in _small(expected).items():
             if self.note(name) != content:
-                named = ", ".join(f"{tensor.name} {tensor.dtype} {list(tensor.shape)}" for tensor in expected)
-                raise Unreadable(f"{name} is not that of {named}")
-        found = [self._record(f"data/{index}") for index in range(len(expected))]
+                raise Unreadable(f"{name} is not that of {_named(expected)}")
+        records = [f"data/{index}" for index in range(len(expected))]
+        found = [self._record(name) for name in records]
+        others = self._entries.keys() - {f"{_ROOT}/{name}" for name in (*_small(expected), *records, *self._notes)}
+        if others:
+            raise Unreadable(f"it holds {str(sorted(others))[:200]} besides what belongs there")
         for tensor, data in zip(expected, found, strict=True):
             if len(data) != tensor.nbytes:
                 raise Unreadable(f"{tensor.name} takes {tensor.nbytes} bytes, the file holds {len(data)}")
         return found
+
+    def check_sums(self) -> None:
+        """Compare every record's content with its sum in the directory; raises Unreadable."""
+        for name, entry in self._entries.items():
+            if _crc32(self._record(name.removeprefix(f"{_ROOT}/"))) != entry.CRC:
+                raise Unreadable(f"the content of {name} is not that which its sum was made of")
 
     def _record(self, name: str) -> memoryview:
         entry = self._entries.get(f"{_ROOT}/{name}")
@@ -103,7 +128,8 @@ class Archive:
             raise Unreadable(f"it holds no {name}")
         at = entry.header_offset
         header = self._data[at : at + _LOCAL_HEADER.size]
-        if len(header) < _LOCAL_HEADER.size or entry.compress_type != zipfile.ZIP_STORED:
+        stored = entry.compress_type == zipfile.ZIP_STORED and entry.compress_size == entry.file_size
+        if len(header) < _LOCAL_HEADER.size or not stored or entry.flag_bits & ~_HARMLESS_FLAGS:
             raise Unreadable(f"the record {name} is damaged or compressed")
         magic, name_length, extra_length = _LOCAL_HEADER.unpack(header)
         begin = at + _LOCAL_HEADER.size + name_length + extra_length
@@ -139,6 +165,31 @@ class _View(io.RawIOBase):
         into[: len(part)] = part
         self._at += len(part)
         return len(part)
+
+
+def _check_directory(data: memoryview, start: int, entries: Sequence[zipfile.ZipInfo]) -> None:
+    """Raise Unreadable for a directory that `write_archive` does not make, but `zipfile` reads all the same."""
+    size = 0
+    for _ in entries:
+        size += _ENTRY + sum(_ENTRY_LENGTHS.unpack_from(data, start + size + _ENTRY_LENGTHS_AT))
+    magic, *facts = _END.unpack_from(data, len(data) - _END.size)
+    if magic != _END_MAGIC or facts != [0, 0, len(entries), len(entries), size, 0]:
+        raise Unreadable("the end of its directory is damaged")
+    if min((entry.header_offset for entry in entries), default=0) != 0:
+        raise Unreadable("its first record is not at its beginning")
+    if any(entry.volume or entry.external_attr & _FOLDER for entry in entries):
+        raise Unreadable("a record is marked as a folder, or as one of another volume")
+
+
+def _named(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(f"{tensor.name} {tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
+
+
+def _crc32(data: memoryview) -> int:
+    crc = 0
+    for start in range(0, len(data), CHUNK):
+        crc = zlib.crc32(data[start : start + CHUNK], crc)
+    return crc
 
 
 def _small(tensors: Sequence[Tensor]) -> dict[str, bytes]:

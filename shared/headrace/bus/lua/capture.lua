@@ -41,6 +41,6 @@ redis.call('ZADD', site_part(site, 'storing'), int(time + ARGV[9]), request)
 redis.call('HSET', request_key(request), 'site', site)
 redis.call('HDEL', request_key(request), 'outcome')
 redis.call('PEXPIRE', request_key(request), REQUEST_TTL_MS)
-if redis.call('HSETNX', request_key(request), 'judged', 1) == 1 then redis.call('HINCRBY', key, 'verdicts', 1) end
+count_verdict(run, request)
 redis.call('SADD', 'hr:sites', site)
 return {'captured', int(sample.job), req[1], req[2]}

@@ -38,10 +38,11 @@ for i = 5, #ARGV, 6 do
     save(run, ordinal, sample)
     redis.call('LREM', part_key(run, 'pending'), 1, ordinal)
     redis.call('ZADD', part_key(run, 'inflight'), till, request)
-    redis.call('HSET', site_part(site, 'credits'), request, ARGV[i + 2] .. ' ' .. ARGV[i + 3] .. ' ' .. till)
     redis.call('HSET', request_key(request), 'run', run, 'ordinal', ordinal, 'site', site, 'tokens', ARGV[i + 2],
       'bytes', ARGV[i + 3], 'sample', ARGV[i + 4], 'mask', ARGV[i + 5], 'attempt', int(sample.attempts))
+    if sample.attempts == 1 and not has_failed(run, ordinal) then redis.call('HSET', request_key(request), 'first', 1) end
     redis.call('PEXPIRE', request_key(request), REQUEST_TTL_MS)
+    hold_credit(site, request, ARGV[i + 2] .. ' ' .. ARGV[i + 3] .. ' ' .. till)
   end
   answers[#answers + 1] = answer
 end

@@ -55,6 +55,24 @@ local function release(run, request, site)
   end
 end
 
+-- The request is on its way to the site's engine, or with it. Requests that hold credits of a site at the same time are
+-- marked for it: when the engine fails, nobody can tell on which of them. While two or more do, all of them are marked.
+local function hold_credit(site, request, credit)
+  local key = site_part(site, 'credits')
+  if redis.call('HSET', key, request, credit) == 0 then return end
+  local held = redis.call('HLEN', key)
+  if held == 1 then return end
+  for _, other in ipairs(held == 2 and redis.call('HKEYS', key) or {request}) do
+    if redis.call('EXISTS', request_key(other)) == 1 then redis.call('HSET', request_key(other), 'beside_others', 1) end
+  end
+end
+
+-- Whether the site's engine had no request of any dispatcher but this one, from its claim until now.
+local function was_alone(site, request)
+  return redis.call('HEXISTS', site_part(site, 'credits'), request) == 1
+    and redis.call('HEXISTS', request_key(request), 'beside_others') == 0
+end
+
 local function check_finished(run)
   local key = run_key(run)
   local total, state, stored, rejected, failed =
@@ -73,18 +91,32 @@ end
 local function run_of(request) return string.match(request, '^hr%-(%w+)%-') end
 local function ordinal_of(request) return string.match(request, '^hr%-%w+%-(%d+)%-') end
 
--- Whether the sample's last end was a failure: it is done by it, or else was reopened since.
-local function has_failed(run, ordinal) return redis.call('GETBIT', part_key(run, 'failed'), ordinal) == 1 end
+-- The reason of the failure that was the sample's last end: it is done by it, or else was reopened since. false: of none.
+local function failure_of(run, ordinal) return redis.call('HGET', part_key(run, 'failed'), ordinal) end
 
--- Sets the done bit, counts once, and closes the sample. Returns whether it was open until now.
+local function has_failed(run, ordinal) return failure_of(run, ordinal) ~= false end
+
+-- The sample is no longer done by its failure.
+local function uncount_failure(run, reason)
+  local key = run_key(run)
+  redis.call('HINCRBY', key, 'failed', -1)
+  if redis.call('HINCRBY', key, 'failed:' .. reason, -1) <= 0 then redis.call('HDEL', key, 'failed:' .. reason) end
+end
+
+-- Sets the done bit, counts once, and closes the sample. Returns whether it was open until now, or done by a failure,
+-- over which every other line wins.
 -- A live request of the sample keeps its lease and its credit until it ends, for the engine still works on it.
 local function finish(run, ordinal, status, tokens, bytes, reason, request)
-  if not has(run, ordinal) or is_done(run, ordinal) then return false end
-  local sample, failed = load(run, ordinal), status == 'failed'
-  if has_failed(run, ordinal) ~= failed then
-    redis.call('SETBIT', part_key(run, 'failed'), ordinal, failed and 1 or 0)
-  elseif failed and not (sample and sample.state == 'failed' and sample.live == request) then
-    return false  -- reopened: of its failed lines only that of the attempt which it has failed with since closes it
+  if not has(run, ordinal) then return false end
+  local done, failure, sample = is_done(run, ordinal), failure_of(run, ordinal), load(run, ordinal)
+  if done and not (failure and status ~= 'failed') then return false end
+  if status == 'failed' then
+    -- Of a reopened sample's failed lines only that of the attempt which it has failed with since closes it.
+    if failure and not (sample and sample.state == 'failed' and sample.live == request) then return false end
+    redis.call('HSET', part_key(run, 'failed'), ordinal, reason)
+  elseif failure then
+    redis.call('HDEL', part_key(run, 'failed'), ordinal)
+    if done then uncount_failure(run, failure) end
   end
   redis.call('SETBIT', part_key(run, 'done'), ordinal, 1)
   local key = run_key(run)
@@ -105,14 +137,11 @@ local function finish(run, ordinal, status, tokens, bytes, reason, request)
   return true
 end
 
--- What verdicts came to until now, as JSON: a note from which later ones are counted.
+-- What verdicts on first attempts came to until now, as JSON: a note from which later ones are counted.
 local function verdict_note(run)
   local note, fields = {}, redis.call('HGETALL', run_key(run))
   for i = 1, #fields, 2 do
-    local name = fields[i]
-    if name == 'verdicts' or name == 'mismatches' or string.find(name, '^reason:') then
-      note[name] = tonumber(fields[i + 1])
-    end
+    if string.find(fields[i], '^first_') then note[fields[i]] = tonumber(fields[i + 1]) end
   end
   return cjson.encode(note)
 end
@@ -123,19 +152,38 @@ local function begin_window(run)
   redis.call('HSET', run_key(run), 'window', note, 'next_window', note)
 end
 
-local function noted_verdicts(note) return note and cjson.decode(note).verdicts or 0 end
+local function noted_verdicts(note) return note and cjson.decode(note).first_verdicts or 0 end
+
+-- The rate over the last half minute begins anew.
+local function forget_rate(run)
+  redis.call('HDEL', run_key(run), 'rate_since', 'rate_rows', 'rate_tokens', 'next_since', 'next_rows', 'next_tokens')
+end
+
+-- Verdicts count once a request; those on first attempts (claim.lua) once more, for the window.
+local function count_verdict(run, request)
+  if redis.call('HSETNX', request_key(request), 'judged', 1) == 0 then return end
+  redis.call('HINCRBY', run_key(run), 'verdicts', 1)
+  if redis.call('HEXISTS', request_key(request), 'first') == 1 then
+    redis.call('HINCRBY', run_key(run), 'first_verdicts', 1)
+  end
+end
 
 -- A refused dump counts once, also when its attempt had ended before the dump came.
 local function count_refusal(run, request, reason)
   if redis.call('HSETNX', request_key(request), 'refused', reason) == 0 then return end
   local key = run_key(run)
-  if redis.call('HSETNX', request_key(request), 'judged', 1) == 1 then redis.call('HINCRBY', key, 'verdicts', 1) end
+  count_verdict(run, request)
   redis.call('HINCRBY', key, 'mismatches', 1)
   redis.call('HINCRBY', key, 'reason:' .. reason, 1)
+  if redis.call('HEXISTS', request_key(request), 'first') == 1 then
+    redis.call('HINCRBY', key, 'first_mismatches', 1)
+    redis.call('HINCRBY', key, 'first_reason:' .. reason, 1)
+  end
 end
 
 -- Closes an attempt that brought no row: the live one, or the captured one whose dump is gone, which always burns.
 -- With unless_captured the latter goes on: its dump was proven, whatever else is said of the request.
+-- burn is 1, 0, or if_alone: only if the engine had no other request beside it.
 -- kind is mismatch, loss or error. Returns pending, failed, captured, stale or unknown; the same again when repeated.
 local function end_attempt(run, request, ordinal, burn, kind, reason, unless_captured)
   local key = run_key(run)
@@ -151,10 +199,11 @@ local function end_attempt(run, request, ordinal, burn, kind, reason, unless_cap
   if captured and unless_captured then return 'captured' end
   if kind == 'mismatch' then count_refusal(run, request, reason) end
   if ended then return ended end
+  local burns = burn == '1' or (burn == 'if_alone' and site and was_alone(site, request))
   release(run, request, site)
   local outcome = 'stale'
   if live or captured then
-    if live and not burn then
+    if live and not burns then
       sample.attempts = sample.attempts - 1
     else
       redis.call('XADD', part_key(run, 'dead'), 'MAXLEN', '~', DEAD_LENGTH, '*',

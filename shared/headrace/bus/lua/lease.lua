@@ -8,7 +8,7 @@ for i = 4, #ARGV do
     local site, tokens, bytes = unpack(redis.call('HMGET', request_key(request), 'site', 'tokens', 'bytes'))
     redis.call('ZADD', part_key(run, 'inflight'), till, request)
     if site then
-      redis.call('HSET', site_part(site, 'credits'), request, tokens .. ' ' .. bytes .. ' ' .. till)
+      hold_credit(site, request, tokens .. ' ' .. bytes .. ' ' .. till)
       redis.call('PEXPIRE', request_key(request), REQUEST_TTL_MS)
       if answered then redis.call('HSET', request_key(request), 'answered', 1) end
     end

@@ -9,7 +9,7 @@ local ended = {}
 for _, request in ipairs(lapsed) do
   local answered = redis.call('HGET', request_key(request), 'answered')
   local reason = answered and 'no_dump' or 'lapsed'
-  local outcome = end_attempt(run, request, ordinal_of(request), true, 'error', reason)
+  local outcome = end_attempt(run, request, ordinal_of(request), '1', 'error', reason)
   redis.call('ZREM', part_key(run, 'inflight'), request)
   for _, value in ipairs({request, outcome, reason}) do ended[#ended + 1] = value end
 end

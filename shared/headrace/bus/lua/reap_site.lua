@@ -6,7 +6,7 @@ local time = now_ms()
 local before = tonumber(ARGV[4]) or time
 local ended, jobs = {}, {}
 for _, request in ipairs(redis.call('ZRANGEBYSCORE', site_part(site, 'captured'), 0, int(before), 'LIMIT', 0, most)) do
-  end_attempt(run_of(request), request, ordinal_of(request), true, 'error', 'dump_gone')
+  end_attempt(run_of(request), request, ordinal_of(request), '1', 'error', 'dump_gone')
   redis.call('ZREM', site_part(site, 'captured'), request)
   redis.call('ZREM', site_part(site, 'storing'), request)
   ended[#ended + 1] = request
