@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from headrace.messages import Record
 from headrace_writer import formats
+from headrace_writer.lines import line_of_row
 from headrace_writer.store import DumpGone, Refused, Store, Stored, _due, finish
 from tests.support.stores import AT, Sample, assert_stored, make_sample, make_spec
 
@@ -79,7 +80,7 @@ class Site:
             case "killed in the line":
                 made = writer._from_row(job) or writer._from_dump(job, dump)
                 if made is not None and not isinstance(made, Refused | DumpGone):
-                    line = writer._line(_due(job), made, AT)
+                    line = line_of_row(writer._spec, _due(job), made, AT)
                     segment = self.output / "manifest" / f"torn-{len(list(self.output.glob('manifest/*')))}.jsonl"
                     segment.parent.mkdir(exist_ok=True)
                     segment.write_bytes(line.encode()[:-5])
