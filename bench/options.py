@@ -14,6 +14,7 @@ def result_file(text: str) -> Path:
         argparse.ArgumentTypeError: it cannot be written.
     """
     path = Path(text)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    there = path.is_file() or (path.parent.is_dir() and not path.exists())
+    if not there or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text} cannot be written; name a file in a folder that is there")
     return path

@@ -19,6 +19,7 @@ from typing import Any
 from bench.chaos import checks, plan, report, schedule
 from bench.chaos.driving import Course, Driver
 from bench.chaos.fleet import Fleet
+from bench.options import result_file
 from headrace.errors import HeadraceError
 from tests.support.faults import hits_of
 from tests.support.pipeline import QUICK, submit, write_run_file, write_samples
@@ -89,12 +90,13 @@ def run(
         course = driver.drive(options.seconds or _limit(options))
         fleet.wait_ready()
         found = [*_of_course(course), *checks.settled(bus, RUN, fleet.main.dump_dir)]
-        found += checks.in_redis(bus, RUN, output)
+        found += checks.in_redis(bus, RUN, output, course.broken_off)
         driver.note_burnt()
         bus.close()
         codes = fleet.stop()
     found.append(checks.check("processes that did not end well", [f"{n}: {c}" for n, c in codes.items() if c]))
-    found += [*checks.in_folder(output, options.samples), checks.recomputed(output, samples, model)]
+    found += [*checks.in_folder(output, options.samples), checks.verified(output)]
+    found.append(checks.recomputed(output, samples, model))
     made = Counter(str(hit["kind"]) for hit in hits_of(folder / _PLAN))
     missing = [f"{kind}: {made[kind]} of {count}" for kind, count in planned.items() if made[kind] < count]
     found.append(checks.check("faults of the engine not made", missing))
@@ -130,7 +132,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help=f"have the engine go wrong as well, in some of {plan.FEWEST} samples or more",
     )
     parser.add_argument("--seconds", type=float, default=0.0, help="the longest time for the run; 0 follows the rest")
-    parser.add_argument("--json", type=Path, help="a file for the tables' data")
+    parser.add_argument("--json", type=result_file, help="a file for the tables' data")
     options = parser.parse_args(arguments)
     if not schedule.FEWEST <= options.faults <= options.samples:
         parser.error(f"give {schedule.FEWEST} faults or more, and at least as many samples")
@@ -138,8 +140,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"give {plan.FEWEST} samples or more, or --no-plan")
     if not 0 <= options.seconds < float("inf"):
         parser.error("--seconds must be 0 or more")
-    if options.json is not None and not options.json.parent.is_dir():
-        parser.error(f"--json: there is no folder {options.json.parent}")
     return options
 
 

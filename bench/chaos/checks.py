@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,14 +17,13 @@ from headrace.bus import Bus
 from headrace.bus import keys as bus_keys
 from headrace.bus.values import RunView
 from headrace.manifest import Damage, Line, ManifestReader
-from headrace.messages import Job
+from headrace_cli.verify import verify
 from tests.support.oracle import Oracle, agree
 from tests.support.pipeline import dumps_in
 
 BOUNDARIES = (2, 4, 5)
 _TENSORS = ("token_ids", "loss_mask", "aux", "final")
 _EXAMPLES = 5
-_YEARS = 10 * 365 * 86_400.0
 
 # The keys that a finished run and a live fleet have, whether each must have a TTL, and why it is there.
 NAMED: dict[str, tuple[bool, str]] = {
@@ -49,6 +46,9 @@ NAMED: dict[str, tuple[bool, str]] = {
     "rq:executions:*": (True, "as its execution"),
     "rq:results:*": (True, "what a job raised, as its job"),
     "rq:queue:*:first_seen:*": (True, "when RQ's maintenance first saw a job that a killed worker had taken"),
+    "rq:queue:store-{site}:intermediate": (False, "jobs that a worker took when it was killed; counted on their own"),
+    "rq:wip:store-{site}": (False, "jobs of workers that were killed; counted on their own"),
+    "rq:failed:store-{site}": (False, "jobs that raised; counted on their own"),
 }
 
 
@@ -98,18 +98,19 @@ def _held(bus: Bus, run: str, dump_dir: Path) -> list[Check]:
     ]
 
 
-def in_redis(bus: Bus, run: str, output: Path) -> list[Check]:
-    """Books that agree with the manifest's, no key beyond the named ones, nothing in RQ's registries."""
+def in_redis(bus: Bus, run: str, output: Path, broken_off: int) -> list[Check]:
+    """Books that agree with the manifest's, no key beyond the named ones, no more jobs in RQ than were broken off."""
     view = bus.runs.get(run)
     if view is None:
         return [check("runs that Redis lost", [run])]
+    noted = {name for site in bus.sites.names() for name in bus.jobs.noted(site)}
     return [
         check("counts that differ between Redis and the manifest", _differences(view, output)),
         Check(what="samples failed", found=view.failed),
         Check(what="samples rejected", found=view.rejected),
         Check(what="samples open", found=view.open),
-        check("jobs in RQ's registries", _in_registries(bus)),
-        check("Redis keys beyond the named", _unnamed(bus, run)),
+        check("jobs that RQ keeps beyond those broken off", sorted(noted)[broken_off:]),
+        check("Redis keys beyond the named", _unnamed(bus, run, noted)),
     ]
 
 
@@ -127,37 +128,14 @@ def _differences(view: RunView, output: Path) -> Iterable[str]:
     return [f"{name}: Redis {here}, manifest {there}" for name, (here, there) in pairs.items() if here != there]
 
 
-def _in_registries(bus: Bus) -> Iterable[str]:
-    """What is left when RQ's maintenance ran for the last time: jobs of killed workers would be there for an hour."""
-    logging.getLogger("rq").setLevel(logging.ERROR)  # it warns of each of them
-    left = list[str]()
-    for site in bus.sites.names():
-        worker = bus.jobs.worker(site, "maintenance", _refuse, threading.Event())
-        queue = bus.jobs.rq_queue(site)
-        for name in queue.intermediate_queue.get_job_ids():
-            bus.redis.set(queue.intermediate_queue.get_first_seen_key(name), 0, ex=60)
-        queue.intermediate_queue.cleanup(worker, queue)
-        bus.redis.delete(worker.key)  # it counts what it cleaned
-        registries = (queue.started_job_registry, queue.failed_job_registry, queue.finished_job_registry)
-        for registry in registries:
-            registry.cleanup(time.time() + _YEARS)
-        for registry in (*registries, queue.deferred_job_registry, queue.scheduled_job_registry):
-            left += [f"{registry.key}: {name}" for name in registry.get_job_ids(cleanup=False)]
-        left += [f"taken by a worker: {name}" for name in queue.intermediate_queue.get_job_ids()]
-    return left
-
-
-def _refuse(job: Job) -> None:
-    raise AssertionError(f"{job} must not be run by a worker that only maintains")
-
-
-def _unnamed(bus: Bus, run: str) -> Iterable[str]:
+def _unnamed(bus: Bus, run: str, noted: Set[str]) -> Iterable[str]:
+    """Keys that are not in the table or lack their TTL; a job has none until RQ sees that its worker was killed."""
     sites = bus.sites.names()
     table = {pattern.format(run=run, site=site): lasting for pattern, (lasting, _) in NAMED.items() for site in sites}
     left = []
     for raw in bus.redis.scan_iter("*"):
         name, ttl = raw.decode(), bus.redis.ttl(raw)
-        if ttl == -2:
+        if ttl == -2 or name.removeprefix("rq:job:") in noted:
             continue
         needs_ttl = next((needs for pattern, needs in table.items() if fnmatchcase(name, pattern)), None)
         if needs_ttl is None:
@@ -187,6 +165,15 @@ def in_folder(output: Path, total: int) -> list[Check]:
         check("temporary files", temporary),
         check("rows put away as wrong", (output / ".quarantine").glob("*")),
     ]
+
+
+def verified(output: Path) -> Check:
+    """What `headrace verify` finds wrong in books and rows; the states are for `recomputed`."""
+    report = verify(output, model=None, sample=0, all_rows=False, semantic=False, tolerance=None, progress=None)
+    problems = [f"{problem.where}: {problem.kind}: {problem.detail}" for problem in report.problems]
+    return Check(
+        what="problems that verify names", found=sum(report.counts.values()), examples=tuple(problems[:_EXAMPLES])
+    )
 
 
 def recomputed(output: Path, data: Path, model: Path) -> Check:

@@ -11,7 +11,7 @@ from pathlib import Path
 from bench.chaos.fleet import Fleet
 from bench.chaos.schedule import Fault, twin
 from headrace.bus import Bus
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, Unavailable
 from headrace.manifest import Line, ManifestReader
 
 _TICK_SECONDS = 0.03
@@ -21,6 +21,7 @@ _STRUCK_PART = 0.85  # of the rows are stored when the last fault comes, so that
 _URGENT_PART = 0.07  # of the rows are left: a fault that waited any longer might find no open sample
 _BEFORE_SET_BACK = 10  # rows that are stored between the copy and the setting back, if they come in time
 _MOST_DEAD = 10_000
+_MOST_ENDS = 3  # of one process by itself, after which it is not started again
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +37,14 @@ class Strike:
     recovered: float | None = None
     probed: float = 0.0
 
+    def see(self, now: float, *, ready: bool, stored: int) -> None:
+        """Take a look at the process that is back: it recovered when it was ready and a row was stored after that."""
+        if self.ready is None:
+            if ready:
+                self.ready, self.rows = now, stored
+        elif stored > self.rows:
+            self.recovered = now
+
     @property
     def away(self) -> float:
         """Seconds that the process was away; a Redis that is set back is started again at once."""
@@ -43,7 +52,7 @@ class Strike:
 
     @property
     def to_recover(self) -> float | None:
-        """Seconds from the process's return until it was ready and a row was stored after that."""
+        """Seconds from the process's return until it recovered; None where it was struck again, or all ended, first."""
         return None if self.recovered is None or self.back is None else self.recovered - self.back
 
 
@@ -58,6 +67,12 @@ class Course:
     burnt: set[tuple[str, int, str]] = field(default_factory=set)
     finished: bool = False
     seconds: float = 0.0
+
+    @property
+    def broken_off(self) -> int:
+        """Storage jobs that may have been broken off, at most: a writer runs one at a time, and there are two."""
+        processes = [strike.fault.process for strike in self.strikes]
+        return sum(2 if process == "redis" else process.startswith("writer") for process in processes)
 
     @property
     def burnt_by_reason(self) -> Counter[str]:
@@ -104,13 +119,18 @@ class Driver:
         self._faults = list(faults)
         self._submit_again = submit_again
         self._open: list[Strike] = []
+        self._ends = Counter[str]()
         self._stored = 0
         self._last_row = 0.0
         self._began = time.monotonic()
         self.course = Course()
 
     def drive(self, limit: float) -> Course:
-        """Go on until every sample is stored and every process is back, for `limit` seconds at most."""
+        """Go on until every sample is stored and every process is back, for `limit` seconds at most.
+
+        Raises:
+            Unavailable: one process ended by itself again and again.
+        """
         course = self.course
         while True:
             now = time.monotonic() - self._began
@@ -230,17 +250,19 @@ class Driver:
                 continue
             if strike.ready is None:
                 strike.probed = now
-                if self._fleet.ready(strike.fault.process):
-                    strike.ready = now
-                    strike.rows = self._stored
-            elif self._stored > strike.rows or self._stored >= self._total:
-                strike.recovered = now
+            ready = strike.ready is not None or self._fleet.ready(strike.fault.process)
+            strike.see(now, ready=ready, stored=self._stored)
+            if strike.recovered is not None:
                 self._open.remove(strike)
 
     def _restart_ended(self, now: float) -> None:
         for name, code in self._fleet.ended().items():
             self._say(now, f"{name} ended by itself with code {code}")
-            self.course.ended.append(f"{name}: code {code} after {now:.0f} s\n{self._fleet.tail(name, 5)}")
+            tail = self._fleet.tail(name, 5)
+            self.course.ended.append(f"{name}: code {code} after {now:.0f} s\n{tail}")
+            self._ends[name] += 1
+            if self._ends[name] == _MOST_ENDS:
+                raise Unavailable(f"{name} ended by itself {_MOST_ENDS} times, at last with code {code}:\n{tail}")
             self._fleet.kill(name)
             self._fleet.start(name)
 

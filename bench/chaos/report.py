@@ -43,11 +43,13 @@ def show(data: dict[str, Any]) -> None:
         "median",
         "p90",
         "max",
-        title="seconds away (median), and from the return to a process that is ready and a row after that",
+        "not seen",
+        title="seconds away (median), and from the return to a process that is ready and a row after that;\n"
+        "not seen where it was struck again, or all was stored, first",
     )
     for entry in data["faults_by_kind"]:
         figures = [f"{entry[name]:.1f}" if entry[name] is not None else "" for name in ("away", "median", "p90", "max")]
-        faults.add_row(entry["kind"], entry["process"], str(entry["times"]), *figures)
+        faults.add_row(entry["kind"], entry["process"], str(entry["times"]), *figures, str(entry["not_seen"]))
     console.out.print(faults)
     must = Table("must be zero", "found", title=f"seed {data['seed']}, {data['samples']} samples")
     for what, found in data["checks"].items():
@@ -83,6 +85,7 @@ def _by_kind(course: Course) -> list[dict[str, Any]]:
                 "median": statistics.median(known) if known else None,
                 "p90": known[math.ceil(0.9 * len(known)) - 1] if known else None,
                 "max": known[-1] if known else None,
+                "not_seen": len(strikes) - len(known),
             }
         )
     return entries

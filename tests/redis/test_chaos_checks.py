@@ -36,7 +36,7 @@ def found(checks: Sequence[Check]) -> dict[str, int]:
 
 def test_nothing_is_found_when_all_came_to_its_end(bus: Bus, output: Path) -> None:
     assert found(settled(bus, RUN, output, 0)) == {}
-    assert found(in_redis(bus, RUN, output)) == {}
+    assert found(in_redis(bus, RUN, output, 0)) == {}
 
 
 def test_what_is_still_held_is_found(bus: Bus, tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_what_is_still_held_is_found(bus: Bus, tmp_path: Path) -> None:
 
 def test_books_that_differ_from_the_manifest_are_found(bus: Bus, output: Path) -> None:
     bus.redis.hincrby(f"hr:run:{RUN}", "stored", 1)
-    (check,) = [check for check in in_redis(bus, RUN, output) if "differ" in check.what]
+    (check,) = [check for check in in_redis(bus, RUN, output, 0) if "differ" in check.what]
     assert check.examples == ("stored: Redis 4, manifest 3",)
 
 
@@ -65,18 +65,17 @@ def test_keys_that_nobody_named_and_those_that_would_stay_for_ever_are_found(bus
     bus.redis.hset(f"hr:req:{make_attempt(0).request}", "site", SITE)
     bus.redis.hset("hr:site:gone:credits", "request", "1 1 1")
     bus.redis.set("rq:job:one", 1)
-    (check,) = [check for check in in_redis(bus, RUN, output) if "keys" in check.what]
+    (check,) = [check for check in in_redis(bus, RUN, output, 0) if "keys" in check.what]
     assert check.found == 4
 
 
-def test_jobs_that_raised_or_were_left_behind_are_gone_after_the_maintenance_of_rq(bus: Bus, output: Path) -> None:
+@pytest.mark.parametrize(("broken_off", "beyond"), [(3, 0), (2, 1), (0, 3)])
+def test_rq_keeps_no_more_jobs_than_faults_broke_off(bus: Bus, output: Path, broken_off: int, beyond: int) -> None:
     queue = bus.jobs.rq_queue(SITE)
     bus.redis.zadd(queue.started_job_registry.key, {"started:1": time.time() + 3660})
     bus.redis.zadd(queue.failed_job_registry.key, {"failed": time.time() + 600})
-    bus.redis.lpush(queue.intermediate_queue_key, "taken")
     job = StoreJob(request=make_attempt(0).request, sample="s0", job=1, mask=(1, 2), engine="e", weight_version="w")
     assert bus.jobs.queue_store(SITE, job)
-    bus.redis.lmove(queue.key, queue.intermediate_queue_key)
-    assert found(in_redis(bus, RUN, output)) == {}
-    bus.redis.zadd(queue.deferred_job_registry.key, {"deferred": 1})
-    assert found(in_redis(bus, RUN, output))["jobs in RQ's registries"] == 1
+    bus.redis.lmove(queue.key, queue.intermediate_queue_key)  # taken, and its worker is killed
+    checks = in_redis(bus, RUN, output, broken_off)
+    assert found(checks) == ({"jobs that RQ keeps beyond those broken off": beyond} if beyond else {})

@@ -10,8 +10,18 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from bench.chaos.checks import Check, in_folder, recomputed
-from tests.support.datasets import LENGTHS, build, compute_states, edit_lines, mask_of, row_path, segment
+from bench.chaos.checks import Check, in_folder, recomputed, verified
+from tests.support.datasets import (
+    LENGTHS,
+    build,
+    compute_states,
+    edit_line,
+    edit_lines,
+    line_of,
+    mask_of,
+    row_path,
+    segment,
+)
 from tests.support.tiny_models import tiny_llama
 
 TOTAL = len(LENGTHS)
@@ -56,6 +66,14 @@ def change_row(dataset: Path, name: str, row: int, add: float) -> None:
 def test_a_sound_dataset_has_nothing_that_must_not_be_there(dataset: Path, model: Path) -> None:
     assert found(in_folder(dataset, TOTAL)) == {}
     assert wrong_rows(dataset, model) == ()
+    assert verified(dataset).found == 0
+
+
+@pytest.mark.parametrize("name", ["checksum", "bytes", "request", "tokens"])
+def test_a_line_that_says_of_its_row_what_is_not_so_is_found(dataset: Path, name: str) -> None:
+    edit_line(dataset, 3, **{name: getattr(line_of(dataset, 4), name)})
+    assert found(in_folder(dataset, TOTAL)) == {}
+    assert verified(dataset).found > 0
 
 
 def test_a_sample_without_a_stored_line_is_lost_and_its_row_is_one_too_many(dataset: Path) -> None:
