@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
 
 from headrace.dumps import SITE_FILE, Dump, EngineCard, Lost, check_schema, decode_metadata
 from headrace.errors import Unreadable
-from headrace.finalnorm import FinalNorm
+from headrace.finalnorm import FinalNorm, norm_file
 from headrace.records import build
 from headrace.tensorfile import MAX_HEADER, decode_header
 
+_BOOT = re.compile(r"[a-z0-9]{1,64}")
 _MAX_IDS = 8 << 24  # bytes; a sparse file may claim more than there is memory
 _MAX_NORM = 8 << 20  # bytes; a million float32 weights and a header
 
@@ -58,9 +60,16 @@ def read_card(path: Path) -> EngineCard:
     """Read `engine.json`; raises Unreadable, or FileNotFoundError when no engine has started here."""
     table = _json(path)
     try:
-        return build(EngineCard, table)
+        card = build(EngineCard, table)
     except Unreadable as error:
         raise Unreadable(f"{path.name}: {error}") from error
+    if not _BOOT.fullmatch(card.boot):
+        raise Unreadable(f"{path.name}: a boot is named by lower-case letters and digits, not {card.boot[:80]!r}")
+    # What an engine says must not lead out of its folder.
+    if card.norm_file not in ("", norm_file(card.boot)):
+        wanted = f"its final norm is {norm_file(card.boot)}, or none"
+        raise Unreadable(f"{path.name}: {wanted}, not {card.norm_file[:80]!r}")
+    return card
 
 
 def read_lost(path: Path) -> Lost:

@@ -96,8 +96,8 @@ class EngineCard:
     """`engine.json`: what the plugin declares once a boot, before the first dump.
 
     `boot` names one life of the engine's process; `fingerprint` is SGLang's (or the engine's) version, model
-    path and revision, dtype and tensor-parallel size in one line; `norm_file` holds the final norm's `weight`
-    [D] with the metadata `eps`, or is empty where it cannot be had.
+    path and revision, dtype, tensor-parallel size and the final norm's digest in one line (see
+    `finalnorm.with_norm`); `norm_file` is `finalnorm.norm_file(boot)`, or empty where the norm cannot be had.
     """
 
     boot: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 import xxhash
@@ -13,6 +14,7 @@ from headrace.tensorfile import decode_header, encode_header, layout
 
 NORM_FILE = "final_norm.safetensors"  # its name in a dataset's folder
 _DTYPES = frozenset({"BF16", "F16", "F32"})
+_DECLARED = re.compile(r".* norm-([0-9a-f]{16})", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,3 +56,19 @@ class FinalNorm:
         if checksum != CHECKSUM_PREFIX + norm.digest:
             raise Unreadable(f"damaged: checksum {checksum[:40]!r}, its content has {CHECKSUM_PREFIX + norm.digest}")
         return norm
+
+
+def norm_file(boot: str) -> str:
+    """The name in a dump folder of the final norm that a boot publishes."""
+    return f"final_norm.{boot}.safetensors"
+
+
+def with_norm(fingerprint: str, norm: FinalNorm | None) -> str:
+    """An engine's fingerprint with the digest of its final norm: other weights are then another engine."""
+    return fingerprint if norm is None else f"{fingerprint} norm-{norm.digest}"
+
+
+def declared_norm(fingerprint: str) -> str | None:
+    """The digest of the final norm of the engine with this fingerprint; None where it publishes none."""
+    found = _DECLARED.fullmatch(fingerprint)
+    return found[1] if found else None

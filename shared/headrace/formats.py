@@ -22,14 +22,6 @@ class FormatNeeds:
     stores: str = ""
     boundaries: int = 0
 
-    def stored(self, captured: str) -> str:
-        """The final state that rows hold of a run that captures this one."""
-        return self.stores or captured
-
-    def needs_norm(self, captured: str) -> bool:
-        """Whether rows of such a run are made with the model's final norm."""
-        return self.stored(captured) != captured
-
 
 _BOTH = frozenset({PRE_NORM, POST_NORM})
 

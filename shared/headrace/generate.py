@@ -14,7 +14,8 @@ HEADERS = {"Content-Type": "application/json"}
 # The field of `meta_info` in which the capture core says what it could not publish.
 META_FIELD, DROPPED = "headrace", "dropped:"
 
-_ABORTED, _BAD_REQUEST = "aborted", "http_400"  # what SGLang says of a request that it looked at
+_STATUS = "http_"
+_ABORTED, _BAD_REQUEST = "aborted", f"{_STATUS}400"  # what SGLang says of a request that it looked at
 
 Outcome = Literal["answered", "refused", "unavailable", "timeout", "dropped"]
 
@@ -35,6 +36,11 @@ class Answer:
     def burns(self) -> bool:
         """Whether the attempt counts: not for an engine that is away by itself, nor for one without room."""
         return self.outcome != "unavailable" and self.reason != Reason.NO_ROOM
+
+    @property
+    def counted(self) -> bool:
+        """Whether, costing nothing, it may still be the prompt's doing: a 5xx, and not an engine that is not there."""
+        return self.outcome == "unavailable" and self.reason.startswith(_STATUS)
 
     @property
     def computing(self) -> bool:
@@ -58,9 +64,9 @@ def encode_body(request: str, token_ids: Sequence[int]) -> bytes:
 def read_answer(status: int, content: bytes) -> Answer:
     """Read an HTTP answer of `/generate`; the reason is always one of a few, what was said is the detail."""
     if status >= 500:
-        return Answer(outcome="unavailable", reason=f"http_{status}", detail=_text(content))
+        return Answer(outcome="unavailable", reason=f"{_STATUS}{status}", detail=_text(content))
     if status != 200:
-        return Answer(outcome="refused", reason=f"http_{status}", detail=_text(content))
+        return Answer(outcome="refused", reason=f"{_STATUS}{status}", detail=_text(content))
     try:
         meta: Any = orjson.loads(content)["meta_info"]
         dropped = meta.get(META_FIELD, "")

@@ -10,6 +10,7 @@ from typing import Any
 from headrace.boundaries import check_ascending
 from headrace.dumps import POST_NORM, PRE_NORM
 from headrace.errors import Unreadable, UsageError
+from headrace.formats import FORMATS
 from headrace.records import build, check_schema
 
 SCHEMA = 1
@@ -60,6 +61,17 @@ class RunSpec:
         table = asdict(self)
         identity = json.dumps([table[name] for name in _IDENTITY], separators=(",", ":"))
         return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
+
+    @property
+    def stored_state(self) -> str:
+        """The final state that its rows hold: its format's, or the captured one."""
+        form = FORMATS.get(self.format)
+        return (form.stores if form else "") or self.final_state
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether its rows are made with the model's final norm."""
+        return self.stored_state != self.final_state
 
     def differences(self, other: RunSpec) -> list[str]:
         """Name each part of the extraction that differs, as `name: mine, not theirs`."""

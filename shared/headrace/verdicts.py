@@ -39,11 +39,11 @@ class Requirement:
     identity: Identity | None
 
     @classmethod
-    def of(cls, spec: RunSpec, identity: Identity | None) -> Requirement:
-        """The requirement of a run."""
+    def of(cls, spec: RunSpec, identity: Identity | None, *, stored: bool = False) -> Requirement:
+        """The requirement of a run for its dumps, or for the rows that are `stored`."""
         return cls(
             boundaries=spec.boundaries,
-            final_state=spec.final_state,
+            final_state=spec.stored_state if stored else spec.final_state,
             hidden_size=spec.hidden_size,
             identity=identity,
         )

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from headrace.dumpfolder import read_card, read_dump
+from headrace.dumpfolder import read_card, read_dump, read_norm
 from headrace.dumps import DUMP_SUFFIX, ENGINE_FILE
 from headrace.ids import RequestId, is_ours
 from tests.support.engine import SCRIPT, EngineProcess, engine_environ, random_ids
@@ -123,7 +123,7 @@ def test_the_card_declares_the_engine(engine: EngineProcess, dump_dir: Path) -> 
     assert (card.model, card.layers, card.hidden_size, card.dtype) == ("tiny", 8, 64, "F32")
     assert card.boot == engine.info()["headrace"]["boot"]
     assert card.fingerprint.startswith("headrace-engine ")
-    assert card.fingerprint.endswith(" float32 tp1")
+    assert card.fingerprint.endswith(f" float32 tp1 norm-{read_norm(dump_dir / card.norm_file).digest}")
     assert load_file(dump_dir / card.norm_file)["weight"].shape == (64,)
     assert requests.get(f"{engine.url}/get_model_info", timeout=30).json()["model_path"] == "tiny"
 

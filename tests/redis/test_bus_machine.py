@@ -156,17 +156,32 @@ class BusMachine(Driven):
         kind=st.sampled_from(["mismatch", "loss", "error"]),
         reason=st.sampled_from(["token_content", "no_room", "timeout"]),
         unless=st.booleans(),
+        counted=st.booleans(),
         twice=st.booleans(),
     )
-    def end(self, pick: int, which: str, burn: Burn, kind: Any, reason: str, unless: bool, twice: bool) -> None:
+    def end(
+        self, pick: int, which: str, burn: Burn, kind: Any, reason: str, unless: bool, counted: bool, twice: bool
+    ) -> None:
         name = self._name(pick, {"live": self.model.in_flight, "captured": self.model.captured}.get(which))
-        expected = self.model.end(name, burn=burn, kind=kind, reason=reason, unless_captured=unless)
+        flags = {"unless_captured": unless, "counted": counted}
+        expected = self.model.end(name, burn=burn, kind=kind, reason=reason, **flags)
         for _ in range(1 + twice):
-            answer = self.bus.requests.end(
-                RequestId.parse(name), burn=burn, kind=kind, reason=reason, unless_captured=unless
-            )
+            answer = self.bus.requests.end(RequestId.parse(name), burn=burn, kind=kind, reason=reason, **flags)
             assert answer == expected
         self._compare()
+
+    @rule(ordinal=ordinals, times=st.integers(1, 6), twice=st.booleans())
+    def spare(self, ordinal: int, times: int, twice: bool) -> None:
+        """An engine answers one sample with a 5xx again and again."""
+        for _ in range(times):
+            attempts = [self._attempt(ordinal)] if ordinal in self.model.pending else []
+            assert self.bus.requests.claim(RUN, SITES[0], BOOT, attempts) == self.model.claim(SITES[0], BOOT, attempts)
+            for name in [attempt.request for attempt in attempts if attempt.request in self.model.in_flight]:
+                how: Any = {"burn": False, "kind": "error", "reason": "http_503", "counted": True}
+                expected = self.model.end(name, **how)
+                for _ in range(1 + twice):
+                    assert self.bus.requests.end(RequestId.parse(name), **how) == expected
+            self._compare()
 
     @rule(pick=picks, share=st.sampled_from([0.25, 1.0]), resumed=st.booleans())
     def refuse_proven(self, pick: int, share: float, resumed: bool) -> None:

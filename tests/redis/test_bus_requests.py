@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
+from typing import Any
 
 import pytest
 
@@ -151,6 +152,34 @@ def test_a_failure_that_may_be_the_engines_burns_only_of_a_request_that_had_it_t
     (beside,) = claim(bus, make_attempt(2, "bbbbbbbb"))
     bus.requests.stored(answered, SITE, 1)
     assert not burns(beside), "the engine had not computed it yet for all that anybody knew"
+
+
+def test_each_fifth_of_the_answers_that_cost_a_sample_nothing_costs_an_attempt(bus: Bus) -> None:
+    start_run(bus, max_attempts=2)
+
+    def fail(ordinal: int, number: int, reason: str, *, burn: bool = False) -> str:
+        (request,) = claim(bus, make_attempt(ordinal, f"{number:08d}"))
+        how: Any = {"burn": burn, "kind": "error", "reason": reason, "counted": reason == "http_503"}
+        outcome = bus.requests.end(request, **how)
+        assert bus.requests.end(request, **how) == outcome
+        return outcome
+
+    for number in range(4):
+        assert [fail(ordinal, number, "http_503") for ordinal in (0, 1)] == ["pending"] * 2
+        assert fail(2, number, "connection") == "pending"
+    assert bus.runs.dead(RUN) == []
+    assert fail(2, 4, "connection") == "pending", "not counted"
+    assert fail(0, 4, "http_503") == "pending"
+    assert [(RequestId.parse(name).ordinal, attempt) for name, attempt, _ in bus.runs.dead(RUN)] == [(0, 1)]
+    assert fail(1, 4, "timeout", burn=True) == "pending", "one that burns by itself is not counted"
+    assert bus.redis.hgetall(keys.spared(RUN)) == {b"1": b"4"}
+    assert [fail(0, number, "http_503") for number in range(5, 10)] == ["pending"] * 4 + ["failed"]
+    assert fail(1, 5, "http_503") == "failed"
+    assert fail(3, 0, "http_503") == "pending"
+    (request,) = claim(bus, make_attempt(3, "00000001"))
+    capture(bus, request)
+    bus.requests.stored(request, SITE, 1)
+    assert not bus.redis.exists(keys.spared(RUN)), "emptied as samples end"
 
 
 @pytest.mark.parametrize("renewed", [True, False])

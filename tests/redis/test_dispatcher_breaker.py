@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from headrace.bus import Bus
+from headrace.bus import Bus, keys
 from headrace.ids import RequestId
 from headrace_dispatcher.breaker import FAILURES
 from tests.support.bus_values import LONG, make_attempt
@@ -162,6 +162,43 @@ def test_a_prompt_on_which_an_engine_fails_each_time_burns_its_attempts_and_no_o
             wait_until(lambda: len(bus.runs.dead(RUN)) == 2, 60, what="the prompt to run out of attempts")
             assert {request.split("-")[2] for request, _, _ in bus.runs.dead(RUN)} == {"3"}
             assert {reason for _, _, reason in bus.runs.dead(RUN)} == {"http_500"}
+
+
+def test_a_prompt_that_always_gets_a_5xx_beside_others_runs_out_of_attempts_and_costs_them_none(
+    bus: Bus, tmp_path: Path
+) -> None:
+    bad = f"hr-{RUN}-3-"
+    with Engine(lambda body: (503, b"no") if body["rid"].startswith(bad) else stored(bus, body)) as engine:
+        site = engine.site(max_requests=AT_ONCE)
+        bus.sites.register(site, 3600)
+        submit(bus, tmp_path, [5] * 6, max_attempts=2)
+        submit(bus, tmp_path / "more", [6] * 300, run="more", max_attempts=1)
+        # One that is held there all the time, so that the bad one never has the engine to itself.
+        assert bus.runs.feed(RUN, 0, [""] * 6) == 6
+        assert bus.requests.claim(RUN, site.site, site.boot, [make_attempt(0, tokens=5, run=RUN)]) == ["claimed"]
+        with dispatching(bus):
+            wait_until(lambda: len(bus.runs.dead(RUN)) == 2, 60, what="the prompt to run out of attempts")
+            wait_until(lambda: view_of(bus, "more").state == "finished", 60, what="the other run")
+        assert {RequestId.parse(request).ordinal for request, _, _ in bus.runs.dead(RUN)} == {3}
+        assert {reason for _, _, reason in bus.runs.dead(RUN)} == {"http_503"}
+        assert len([body for body in engine.asked if body["rid"].startswith(bad)]) == 5 * 2
+        assert (view_of(bus).stored, view_of(bus).pending) == (4, 0)
+        assert bus.runs.dead("more") == []
+
+
+@pytest.mark.parametrize("samples", [1, 3, 30])
+def test_an_engine_that_is_away_for_a_while_costs_no_sample_an_attempt(bus: Bus, tmp_path: Path, samples: int) -> None:
+    with Engine() as engine:
+        fail(engine)
+        bus.sites.register(engine.site(max_requests=AT_ONCE), 3600)
+        submit(bus, tmp_path, [5] * samples, max_attempts=1)
+        with dispatching(bus):
+            wait_until(lambda: engine.probed >= 1, what="a probe")
+            assert set(bus.redis.hvals(keys.spared(RUN))) <= {b"1", b"2", b"3"}
+            engine.reply, engine.health = lambda body: stored(bus, body), lambda: 200
+            wait_until(lambda: view_of(bus).stored == samples, 60, what="all samples")
+        assert bus.runs.dead(RUN) == []
+        assert not bus.redis.exists(keys.spared(RUN))
 
 
 def test_a_prompt_that_kills_its_engine_burns_its_attempts_over_the_boots(bus: Bus, tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ import pytest
 from headrace.bus import Bus
 from headrace.bus.values import Leases
 from headrace.dumps import SITE_FILE
+from headrace.finalnorm import norm_file
+from tests.support.dumps import BARE_ENGINE
 from tests.support.server import ValkeyServer, free_port
 from tests.support.stores import RUN, make_sample
 from tests.support.waiting import wait_until
-from tests.support.watched import StubEngine, WatcherProcess, claim, lose, publish, ready, registered, start_run
+from tests.support.watched import BOOT, StubEngine, WatcherProcess, claim, lose, publish, ready, registered, start_run
 
 pytestmark = pytest.mark.redis
 
@@ -22,7 +24,7 @@ pytestmark = pytest.mark.redis
 def test_an_engine_is_registered_after_its_canary_and_unregistered_at_the_end(
     bus: Bus, redis_url: str, dumps: Path, tmp_path: Path, engine: StubEngine
 ) -> None:
-    engine.boot(norm_file="final_norm.bootbootboot.safetensors")
+    engine.boot(norm_file=norm_file(BOOT))
     with WatcherProcess(dumps, tmp_path, redis_url, engine.url, max_requests=7, dump_cap_bytes=1 << 40) as watcher:
         site = registered(bus)
         assert site.site == (dumps / SITE_FILE).read_text().strip()
@@ -35,6 +37,15 @@ def test_an_engine_is_registered_after_its_canary_and_unregistered_at_the_end(
         assert watcher.stop() == 0
     assert bus.sites.registered() == []
     assert "unclosed" not in watcher.text()
+
+
+def test_a_norm_that_the_engine_does_not_put_into_its_fingerprint_is_none(
+    bus: Bus, redis_url: str, dumps: Path, tmp_path: Path, engine: StubEngine
+) -> None:
+    engine.on_canary = lambda request, ids: publish(dumps, request, ids, engine=BARE_ENGINE)
+    engine.boot(fingerprint=BARE_ENGINE, norm_file=norm_file(BOOT))
+    with WatcherProcess(dumps, tmp_path, redis_url, engine.url):
+        assert not registered(bus).final_norm
 
 
 def test_dumps_are_judged_and_notices_taken_while_the_process_runs(

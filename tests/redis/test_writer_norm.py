@@ -10,8 +10,9 @@ from types import ModuleType
 import pytest
 
 from headrace.bus import Bus
-from headrace.errors import Conflict, Unavailable, UsageError
-from headrace.finalnorm import FinalNorm
+from headrace.dumpfolder import read_norm
+from headrace.errors import Unavailable, Unreadable, UsageError
+from headrace.finalnorm import NORM_FILE
 from headrace.runs import Identity
 from headrace.settings import load_settings
 from headrace_writer import formats
@@ -57,38 +58,43 @@ def assert_stored_in_the_end(bus: Bus, handler: Handler, sample: Sample, output:
 
 
 @pytest.mark.parametrize(
-    ("norm", "kept", "error", "says"),
-    [
-        (None, None, UsageError, "publishes no final norm"),
-        (make_norm(HIDDEN, seed=8), NORM, Conflict, "bring the engine back as it was"),
-    ],
-    ids=["none", "another"],
+    "kept",
+    [make_norm(HIDDEN, seed=8).encode(), make_norm(HIDDEN // 2).encode(), b"torn"],
+    ids=["another", "narrow", "torn"],
 )
 def test_a_run_whose_norm_cannot_be_had_is_paused_with_the_reason_and_loses_nothing(
-    bus: Bus,
-    tmp_path: Path,
-    dumps: Path,
-    handler: Handler,
-    norm: FinalNorm | None,
-    kept: FinalNorm | None,
-    error: type[Exception],
-    says: str,
+    bus: Bus, tmp_path: Path, dumps: Path, handler: Handler, kept: bytes
 ) -> None:
     sample, output = make_sample(), tmp_path / "dataset"
     path = sample.dump(dumps)
-    if kept is not None:
-        (output / "final_norm.safetensors").write_bytes(kept.encode())
-    declare(dumps, norm)
+    place = output / NORM_FILE
+    place.write_bytes(kept)
+    declare(dumps, NORM)
     for _ in range(12):
-        with pytest.raises(error):
+        with pytest.raises(Unreadable):
             handler(sample.job())
     view = bus.runs.get(RUN)
     assert view is not None
     assert (view.state, view.reasons) == ("paused", {})
-    assert says in view.reason
+    assert "remove it, then resume" in view.reason
     assert path.exists()
+    place.unlink()
+    assert_stored_in_the_end(bus, handler, sample, output)
+
+
+def test_a_dump_waits_for_its_own_engine_while_another_is_there(
+    bus: Bus, tmp_path: Path, dumps: Path, handler: Handler
+) -> None:
+    sample, output = make_sample(), tmp_path / "dataset"
+    path = sample.dump(dumps)
+    declare(dumps, make_norm(HIDDEN, seed=8))
+    with pytest.raises(Unavailable, match="bring it back"):
+        handler(sample.job())
+    assert path.exists()
+    assert not (output / NORM_FILE).exists()
     declare(dumps, NORM, boot="otherotherot")
     assert_stored_in_the_end(bus, handler, sample, output)
+    assert read_norm(output / NORM_FILE) == NORM
 
 
 def test_a_run_waits_for_an_engine_that_starts(bus: Bus, tmp_path: Path, dumps: Path, handler: Handler) -> None:

@@ -247,6 +247,9 @@ class Driven(RuleBasedStateMachine):
         assert bits == set(model.done)
         noted = self.bus.redis.hgetall(keys.failed(RUN))
         assert model.failures == {int(ordinal): reason.decode() for ordinal, reason in noted.items()}
+        spared = {int(ordinal): int(n) for ordinal, n in self.bus.redis.hgetall(keys.spared(RUN)).items()}
+        assert spared == model.spared
+        assert spared.keys() <= model.samples.keys()
         reasons = {n.removeprefix("failed:"): count for n, count in model.counts.items() if n.startswith("failed:")}
         assert view.failed_by == {reason: count for reason, count in reasons.items() if count}
         assert (view.tokens, view.bytes) == (model.counts["tokens"], model.counts["bytes"])

@@ -70,7 +70,9 @@ class BusModel(RunModel):
             self.lapsed.discard(("in_flight", name))
         return [name for name in requests if name not in self.in_flight]
 
-    def end(self, name: str, *, burn: Burn, kind: str, reason: str, unless_captured: bool = False) -> str:
+    def end(
+        self, name: str, *, burn: Burn, kind: str, reason: str, unless_captured: bool = False, counted: bool = False
+    ) -> str:
         ordinal = RequestId.parse(name).ordinal
         known, sample = self.requests.get(name), self.samples.get(ordinal)
         if known is None:
@@ -93,6 +95,8 @@ class BusModel(RunModel):
         captured = sample is not None and sample.state is State.CAPTURED and sample.captured == name
         known.outcome = "stale"
         if sample is not None and (live or captured):
+            if live and counted and not burns:
+                burns = self._spare(ordinal)
             if burns or captured:
                 self.dead.append((name, sample.attempts, reason))
             ended = sample.end_attempt(burn=burns, max_attempts=self.max_attempts)
@@ -107,6 +111,14 @@ class BusModel(RunModel):
         if kind != "mismatch":
             self.counts[f"reason:{reason}"] += 1
         return known.outcome
+
+    def _spare(self, ordinal: int) -> bool:
+        """Of what costs a sample nothing each fifth costs an attempt all the same."""
+        self.spared[ordinal] += 1
+        if self.spared[ordinal] < 5:
+            return False
+        del self.spared[ordinal]
+        return True
 
     def capture(self, name: str, site: str, dump_bytes: int, engine: str) -> tuple[str, int]:
         ordinal = RequestId.parse(name).ordinal

@@ -54,6 +54,7 @@ class RunModel:
     dump_bytes: dict[str, int] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     dead: list[tuple[str, int, str]] = field(default_factory=list)
+    spared: Counter[int] = field(default_factory=Counter)  # of open samples
     engine: str = ""
 
     # ---- runs
@@ -99,6 +100,7 @@ class RunModel:
                 self.failures[ordinal] = self.reasons[ordinal]
                 self.pending.append(ordinal)
                 self._recorded(ordinal)
+                del self.spared[ordinal]
             if ordinal in self.failures and self.done.pop(ordinal, None) is not None:
                 self._uncount_failure(ordinal)
                 self.cursor = min(self.cursor, ordinal)
@@ -159,7 +161,7 @@ class RunModel:
         else:
             self.counts[f"{status}:{reason}"] += 1
         if sample is not None:
-            del self.samples[ordinal]
+            del self.samples[ordinal], self.spared[ordinal]
             if sample.state is State.PENDING:
                 self.pending.remove(ordinal)
             if sample.captured:

@@ -16,7 +16,7 @@ import xxhash
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from headrace.finalnorm import FinalNorm
+from headrace.finalnorm import FinalNorm, with_norm
 from headrace.ids import RequestId
 from headrace.manifest import Line, decode_line
 from headrace.masks import encode_mask
@@ -29,7 +29,7 @@ from headrace_dispatcher.inputs_writer import InputsWriter
 from headrace_writer import formats
 from headrace_writer.store import Store, Stored
 from tests.support import bus_values
-from tests.support.dumps import ENGINE, MODEL, WEIGHTS, make_dump
+from tests.support.dumps import BARE_ENGINE, MODEL, WEIGHTS, make_dump
 from tests.support.stores import AT
 from tests.support.watched import declare
 
@@ -90,6 +90,7 @@ def build(folder: Path, model: Path, states: States, recipe: Recipe | None = Non
     _write_inputs(output, spec, states, recipe)
     dumps.mkdir()
     declare(dumps, recipe.norm)
+    engine = with_norm(BARE_ENGINE, recipe.norm)
     store = Store(output, spec, "writer1")
     for ordinal, token_ids in enumerate(states.token_ids):
         if ordinal in recipe.leave_out:
@@ -108,14 +109,14 @@ def build(folder: Path, model: Path, states: States, recipe: Recipe | None = Non
             recipe.dtype,
             aux=as_stored(aux, recipe.dtype),
             final=as_stored(final, recipe.dtype),
-            changes={"final_state": recipe.final_state},
+            changes={"final_state": recipe.final_state, "engine": engine},
         )
         job = StoreJob(
             request=str(request),
             sample=f"sample-{ordinal}",
             job=1,
             mask=encode_mask(recipe.masks.get(ordinal, mask_of(token_ids))),
-            engine=ENGINE,
+            engine=engine,
             weight_version=WEIGHTS,
         )
         assert isinstance(store.store(job, dump, AT), Stored)

@@ -12,10 +12,10 @@ import numpy.typing as npt
 import xxhash
 
 from headrace.dumps import CHECKSUM_PREFIX, DUMP_SUFFIX, PRE_NORM, DumpHeader, Stats, dump_layout
-from headrace.finalnorm import FinalNorm
+from headrace.finalnorm import FinalNorm, with_norm
 from headrace.ids import RequestId, encode_ids
 
-ENGINE = "test-engine 1.0 tiny bf16 tp1"
+BARE_ENGINE = "test-engine 1.0 tiny bf16 tp1"  # without its final norm
 WEIGHTS = "default"
 MODEL = "tiny"
 
@@ -32,6 +32,10 @@ def make_norm(hidden: int, dtype: str = "BF16", seed: int = 7) -> FinalNorm:
     """A final norm of random weights around 0."""
     weight = random_states((hidden,), dtype, seed).tobytes()
     return FinalNorm(dtype=dtype, hidden_size=hidden, weight=weight, eps=1e-5)
+
+
+# The engine of samples of width 16.
+ENGINE = with_norm(BARE_ENGINE, make_norm(16))
 
 
 def make_dump(

@@ -15,10 +15,9 @@ from typing import Any
 from headrace.bus import Bus
 from headrace.bus.values import Site
 from headrace.dumps import ENGINE_FILE, LOST_SUFFIX, PRE_NORM, EngineCard, Lost, encode_json
-from headrace.finalnorm import FinalNorm
+from headrace.finalnorm import FinalNorm, norm_file, with_norm
 from headrace.ids import RequestId
-from headrace_capture.folder import norm_file
-from tests.support.dumps import ENGINE, MODEL, WEIGHTS, make_dump
+from tests.support.dumps import BARE_ENGINE, ENGINE, MODEL, WEIGHTS, make_dump
 from tests.support.http import StubServer, get
 from tests.support.stores import BOUNDARIES, HIDDEN, RUN, Sample, make_spec
 from tests.support.waiting import wait_until
@@ -98,7 +97,7 @@ def claim(bus: Bus, site: str, samples: Sequence[Sample], attempt: int = 0) -> N
 
 def declare(folder: Path, norm: FinalNorm | None, **changes: Any) -> None:
     """Publish an engine's card, and its final norm if it has one, as the capture core does at each boot."""
-    card = make_card(**changes)
+    card = make_card(**{"fingerprint": with_norm(BARE_ENGINE, norm), **changes})
     if norm is not None:
         card = replace(card, norm_file=norm_file(card.boot))
         put(folder / card.norm_file, norm.encode())

@@ -11,6 +11,7 @@ from headrace_dispatcher.breaker import (
     ANSWER_SECONDS,
     FAILURES,
     FIRST_WAIT,
+    LONGEST_TRIED_WAIT,
     LONGEST_WAIT,
     TRANSITIONS,
     Breaker,
@@ -93,6 +94,26 @@ def test_the_request_that_half_open_let_through_opens_it_again_with_the_doubled_
     breaker = failing(1, half_open().sent(NOW))
     assert (breaker.state, breaker.wait, breaker.probe_at) == (State.OPEN, 2 * FIRST_WAIT, NOW + 2 * FIRST_WAIT)
     assert breaker.due(breaker.probe_at), "no probe is on its way"
+
+
+def test_an_engine_that_passes_its_probes_is_tried_at_least_every_ten_seconds_until_an_answer() -> None:
+    def passed(breaker: Breaker) -> Breaker:
+        return breaker.probing().probed(breaker.epoch, NOW, "")
+
+    breaker, waits = failing(FAILURES), list[float]()
+    for _ in range(7):
+        waits.append(breaker.wait)
+        breaker = failing(1, passed(breaker).sent(NOW))
+    assert waits == [1, 2, 4, 8, 10, 10, 10]
+    waits = []
+    for _ in range(4):
+        breaker = breaker.probing().probed(breaker.epoch, NOW, "hangs")
+        waits.append(breaker.wait)
+    assert waits == [20, 40, 60, 60], "probes that fail say more"
+    assert failing(1, passed(breaker).sent(NOW)).wait == LONGEST_TRIED_WAIT
+    lost = passed(breaker).sent(NOW).waited(NOW + ANSWER_SECONDS)
+    assert (lost.state, lost.wait) == (State.OPEN, LONGEST_TRIED_WAIT)
+    assert failing(FAILURES, passed(breaker).sent(NOW).answered()).wait == FIRST_WAIT
 
 
 @pytest.mark.parametrize("sent", [False, True])
@@ -186,7 +207,8 @@ def test_whatever_happens_it_lets_through_what_its_state_says_and_never_gets_stu
         if breaker.state is State.OPEN and breaker.epoch != before.epoch:
             tripped = now
             assert FIRST_WAIT <= breaker.wait <= LONGEST_WAIT
-            assert breaker.wait == (min(LONGEST_WAIT, 2 * before.wait) if before.wait else FIRST_WAIT)
+            longest = LONGEST_TRIED_WAIT if before.state is State.HALF_OPEN else LONGEST_WAIT
+            assert breaker.wait == (min(longest, 2 * before.wait) if before.wait else FIRST_WAIT)
         if breaker.state is State.HALF_OPEN:
             tries = flying.count(breaker.epoch) + lost.count(breaker.epoch)
             assert tries + (breaker.admits or 0) == 1, "one request, or room for it"

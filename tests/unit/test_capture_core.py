@@ -213,11 +213,16 @@ def test_the_engine_declares_itself_and_its_final_norm(folder: Path) -> None:
     assert read_norm(folder / card.norm_file).eps == 1e-5  # by its checksum
     assert card.norm_file == f"final_norm.{capture.boot}.safetensors"
     assert all((folder / name).stat().st_mode & 0o7777 == 0o640 for name in ("engine.json", card.norm_file))
+    one = prompt(12)
+    feed(capture, forward_of([(one, 0, 12)]))
+    declared = f"engine 1.0 tiny bf16 tp1 norm-{read_norm(folder / card.norm_file).digest}"
+    assert card.fingerprint == read_dump(dump_path(folder, one)).header.engine == declared
     capture.close(10)
 
 
 def test_without_a_norm_the_card_names_none(capture: Capture, folder: Path) -> None:
-    assert read_card(folder / "engine.json").norm_file == ""
+    card = read_card(folder / "engine.json")
+    assert (card.norm_file, card.fingerprint) == ("", "engine 1.0 tiny bf16 tp1")
 
 
 def test_an_id_as_long_as_they_get_fits_the_header(folder: Path) -> None:

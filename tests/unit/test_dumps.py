@@ -41,7 +41,7 @@ CARD = EngineCard(
     layers=8,
     hidden_size=64,
     dtype="BF16",
-    norm_file="norm.safetensors",
+    norm_file="final_norm.b1.safetensors",
 )
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -230,6 +230,12 @@ def test_a_card_and_a_lost_notice_round_trip(tmp_path: Path) -> None:
         {"model": None},
         {"model": ["m"]},
         {"colour": "red"},
+        {"norm_file": "../elsewhere.safetensors"},
+        {"norm_file": "final_norm.b2.safetensors"},
+        {"norm_file": "/etc/final_norm.b1.safetensors"},
+        {"boot": "../b1", "norm_file": "final_norm.../b1.safetensors"},
+        {"boot": "b\0", "norm_file": "final_norm.b\0.safetensors"},
+        {"boot": "", "norm_file": ""},
     ],
 )
 def test_a_wrong_card_is_unreadable_and_named(tmp_path: Path, changes: dict[str, Any]) -> None:

@@ -54,6 +54,22 @@ def test_each_answer_has_its_meaning(
     assert (answer.outcome, answer.reason, answer.burns, answer.computing) == (outcome, reason, burns, computing)
 
 
+@pytest.mark.parametrize(
+    ("answer", "counted"),
+    [
+        (read_answer(500, b""), True),
+        (read_answer(503, b""), True),
+        (read_answer(429, b""), False),
+        (read_answer(200, body()), False),
+        (read_answer(200, body(headrace="dropped:no_room")), False),
+        (Answer(outcome="unavailable", reason="connection"), False),
+        (Answer(outcome="unavailable", reason="dispatcher_stopped"), False),
+    ],
+)
+def test_of_what_costs_no_attempt_a_5xx_may_be_the_prompts_doing(answer: Answer, counted: bool) -> None:
+    assert answer.counted == counted
+
+
 def test_what_an_engine_said_is_the_detail_and_bounded() -> None:
     assert read_answer(200, body(headrace="dropped:disk on fire")).detail == "dropped:disk on fire"
     for content in (b"<html>" * 1000, body(finish_reason={"type": "abort", "message": "x" * 5000})):

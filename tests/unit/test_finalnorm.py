@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from headrace.dumpfolder import read_norm
 from headrace.errors import Unreadable
-from headrace.finalnorm import FinalNorm
+from headrace.finalnorm import FinalNorm, declared_norm, with_norm
 from headrace.tensorfile import encode_header, layout
 from tests.support.dumps import make_norm
 
@@ -26,6 +26,16 @@ def test_a_norm_reads_back_as_it_was_written(dtype: str, hidden: int, eps: float
     made = make_norm(hidden, dtype, seed)
     norm = FinalNorm(dtype=dtype, hidden_size=hidden, weight=made.weight, eps=eps)
     assert FinalNorm.decode(norm.encode()) == norm
+
+
+def test_a_fingerprint_says_which_norm() -> None:
+    norm = make_norm(16)
+    others = [make_norm(16, seed=8), make_norm(16, "F16"), replace(norm, eps=1e-6), replace(norm, dtype="F16")]
+    for name in ("engine 1 m bf16 tp1", "engine\n", "e norm-0123456789abcdef"):
+        assert declared_norm(with_norm(name, norm)) == norm.digest
+    assert len({with_norm("engine", each) for each in (norm, *others, None)}) == 6
+    for fingerprint in ("", "engine", "norm-0123456789abcdef", "e norm-0123456789abcde", "e norm-0123456789abcdef x"):
+        assert declared_norm(with_norm(fingerprint, None)) is None
 
 
 def test_the_safetensors_library_reads_it(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.errors import Unreadable
 from headrace.runs import MAX_TOTAL, RunSpec
+from headrace.verdicts import Requirement
 from tests.support.bus_values import make_spec
 
 SPEC = make_spec(total=100)
@@ -127,3 +128,20 @@ def test_a_missing_name_is_unreadable(name: str) -> None:
 def test_what_is_no_spec_is_unreadable(data: bytes) -> None:
     with pytest.raises(Unreadable):
         RunSpec.decode(data)
+
+
+@pytest.mark.parametrize(
+    ("form", "captured", "stored"),
+    [
+        ("headrace", "pre_norm", "pre_norm"),
+        ("headrace", "post_norm", "post_norm"),
+        ("specforge", "pre_norm", "post_norm"),
+        ("specforge", "post_norm", "post_norm"),
+        ("of a later version", "pre_norm", "pre_norm"),
+    ],
+)
+def test_the_format_says_which_final_state_rows_hold(form: str, captured: str, stored: str) -> None:
+    spec = replace(SPEC, format=form, final_state=captured)
+    assert (spec.stored_state, spec.needs_norm) == (stored, captured != stored)
+    assert Requirement.of(spec, None).final_state == captured
+    assert Requirement.of(spec, None, stored=True).final_state == stored

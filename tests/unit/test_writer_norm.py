@@ -15,17 +15,16 @@ import torch
 
 from headrace.dumpfolder import read_norm
 from headrace.dumps import ENGINE_FILE, POST_NORM
-from headrace.errors import Conflict, HeadraceError, Unavailable, Unreadable, UsageError
-from headrace.finalnorm import NORM_FILE, FinalNorm
+from headrace.errors import HeadraceError, Unavailable, Unreadable, UsageError
+from headrace.finalnorm import NORM_FILE, FinalNorm, norm_file, with_norm
 from headrace.runs import Identity
 from headrace.verdicts import Reason
-from headrace_capture.folder import norm_file
 from headrace_writer import formats
 from headrace_writer.destination import Destination
 from headrace_writer.formats import rmsnorm
 from headrace_writer.norm import NormKeeper
 from headrace_writer.store import DumpGone, Refused, Store, Stored, finish
-from tests.support.dumps import ENGINE, WEIGHTS, make_norm
+from tests.support.dumps import BARE_ENGINE, ENGINE, WEIGHTS, make_norm
 from tests.support.stores import AT, HIDDEN, lines_of, make_sample, make_spec, row_files
 from tests.support.watched import BOOT, declare, put
 
@@ -43,6 +42,10 @@ def dumps(tmp_path: Path) -> Path:
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
     return tmp_path / "dataset"
+
+
+def identity_of(norm: FinalNorm | None) -> Identity:
+    return Identity(engine=with_norm(BARE_ENGINE, norm), weight_version=WEIGHTS)
 
 
 def keeper(output: Path, writer: str = "w1", **changes: Any) -> NormKeeper:
@@ -68,28 +71,59 @@ def test_several_writers_keep_one_norm(dumps: Path, output: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["headrace", "specforge"])
-def test_another_norm_under_the_same_names_is_a_conflict(form: str, dumps: Path, output: Path) -> None:
+def test_the_norm_kept_goes_with_the_rows_whatever_engine_is_there_now(form: str, dumps: Path, output: Path) -> None:
     declare(dumps, NORM)
     first = keeper(output, format=form)
     first.find(dumps, IDENTITY)
     declare(dumps, OTHER, boot="otherotherot")
     for each in (first, keeper(output, "w2", format=form)):
-        for _ in range(2):
-            with pytest.raises(Conflict, match="other weights under the same name"):
-                each.find(dumps, IDENTITY)
+        assert each.find(dumps, IDENTITY) == NORM
     assert read_norm(output / NORM_FILE) == NORM
-    declare(dumps, NORM, boot="thirdthirdth")
-    assert first.find(dumps, IDENTITY) == NORM
 
 
 @pytest.mark.parametrize(
-    "change", [{"fingerprint": "another"}, {"weight_version": "another"}], ids=["engine", "weights"]
+    "changes", [{}, {"fingerprint": "another"}, {"fingerprint": BARE_ENGINE}], ids=["weights", "engine", "bare"]
 )
-def test_the_norm_of_another_engine_is_never_taken(change: dict[str, str], dumps: Path, output: Path) -> None:
-    declare(dumps, OTHER, **change)
+def test_the_norm_of_another_engine_is_never_taken(changes: dict[str, str], dumps: Path, output: Path) -> None:
+    declare(dumps, OTHER, **changes)
     assert keeper(output).find(dumps, IDENTITY) is None
     with pytest.raises(Unavailable, match="bring it back"):
         keeper(output, "w2", format="specforge").find(dumps, IDENTITY)
+    assert not (output / NORM_FILE).exists()
+
+
+def test_a_dump_is_never_made_a_row_with_the_norm_of_a_later_boot(dumps: Path, output: Path) -> None:
+    sample, other = make_sample(0), make_sample(1)
+    declare(dumps, NORM)
+    dump = sample.dump(dumps)
+    declare(dumps, OTHER, boot="otherotherot")
+    late = other.dump(dumps, changes={"engine": identity_of(OTHER).engine})
+    store = Store(output, make_spec(output, format="specforge"), "w1")
+    with pytest.raises(Unavailable, match="bring it back"):
+        store.store(sample.job(), dump, AT)
+    assert row_files(output) == []
+    declare(dumps, NORM, boot="thirdthirdth")
+    assert isinstance(store.store(sample.job(), dump, AT), Stored)
+    for norm in (OTHER, NORM):
+        declare(dumps, norm, boot="fourthfourth")
+        refused = store.store(other.job(engine=identity_of(OTHER).engine), late, AT)
+        assert isinstance(refused, Refused)
+        assert refused.refusal.reason is Reason.ENGINE_CHANGED
+
+
+def test_an_engine_whose_norm_is_not_the_one_it_declares_is_named(dumps: Path, output: Path) -> None:
+    declare(dumps, OTHER, fingerprint=ENGINE)
+    assert keeper(output).find(dumps, IDENTITY) is None
+    with pytest.raises(Unreadable, match=r"bootbootboot.*not the final norm that the engine declares"):
+        keeper(output, "w2", format="specforge").find(dumps, IDENTITY)
+    assert not (output / NORM_FILE).exists()
+
+
+def test_no_path_that_the_engine_gives_is_followed(dumps: Path, output: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.safetensors").write_bytes(NORM.encode())
+    declare(dumps, None, fingerprint=ENGINE, norm_file="../elsewhere.safetensors")
+    with pytest.raises(Unavailable, match=r"its final norm is final_norm\.bootbootboot\.safetensors, or none"):
+        keeper(output, format="specforge").find(dumps, IDENTITY)
     assert not (output / NORM_FILE).exists()
 
 
@@ -106,15 +140,24 @@ def test_an_engine_that_is_starting_is_waited_for_where_its_norm_is_needed(dumps
     assert needing.find(dumps, IDENTITY) == plain.find(dumps, IDENTITY) == NORM
 
 
-@pytest.mark.parametrize("norm", [None, make_norm(2 * HIDDEN)], ids=["none", "wider"])
+@pytest.mark.parametrize(
+    ("norm", "says"),
+    [
+        (None, "publishes no final norm"),
+        (make_norm(2 * HIDDEN), "publishes a final norm of width 32, the run's states are of width 16"),
+    ],
+    ids=["none", "wider"],
+)
 def test_an_engine_without_a_norm_of_the_runs_width_cannot_serve_what_needs_it(
-    norm: Any, dumps: Path, output: Path
+    norm: FinalNorm | None, says: str, dumps: Path, output: Path
 ) -> None:
     declare(dumps, norm)
-    assert keeper(output).find(dumps, IDENTITY) is None
-    assert keeper(output, "w2", format="specforge", final_state=POST_NORM).find(dumps, IDENTITY) is None
-    with pytest.raises(UsageError, match=r"publishes no final norm.*capture 'post_norm' in a run of another name"):
-        keeper(output, "w3", format="specforge").find(dumps, IDENTITY)
+    identity = identity_of(norm)
+    assert keeper(output).find(dumps, identity) is None
+    assert keeper(output, "w2", format="specforge", final_state=POST_NORM).find(dumps, identity) is None
+    with pytest.raises(UsageError, match=rf"{says}.*capture 'post_norm' in a run of another name"):
+        keeper(output, "w3", format="specforge").find(dumps, identity)
+    assert not (output / NORM_FILE).exists()
 
 
 def flipped(norm: FinalNorm) -> bytes:
@@ -125,7 +168,9 @@ def flipped(norm: FinalNorm) -> bytes:
 
 @pytest.mark.parametrize("engine", ["there", "away"])
 @pytest.mark.parametrize(
-    "data", [b"torn", flipped(NORM), make_norm(HIDDEN // 2).encode()], ids=["torn", "flipped", "narrow"]
+    "data",
+    [b"torn", flipped(NORM), make_norm(HIDDEN // 2).encode(), OTHER.encode()],
+    ids=["torn", "flipped", "narrow", "another"],
 )
 def test_a_damaged_norm_in_the_dataset_is_named_and_never_replaced(
     data: bytes, engine: str, dumps: Path, output: Path
@@ -134,12 +179,16 @@ def test_a_damaged_norm_in_the_dataset_is_named_and_never_replaced(
         declare(dumps, NORM)
     output.mkdir()
     (output / NORM_FILE).write_bytes(data)
+    sample = make_sample()
+    dump = sample.dump(dumps)
     with pytest.raises(Unreadable, match="remove it, then resume"):
         keeper(output, format="specforge").find(dumps, IDENTITY)
     assert (output / NORM_FILE).read_bytes() == data
+    assert isinstance(Store(output, make_spec(output), "w2").store(sample.job(), dump, AT), Stored)  # needs none
+    assert (output / NORM_FILE).read_bytes() == data
     (output / NORM_FILE).unlink()
     declare(dumps, NORM)
-    assert keeper(output, "w2", format="specforge").find(dumps, IDENTITY) == NORM
+    assert keeper(output, "w3", format="specforge").find(dumps, IDENTITY) == NORM
 
 
 def test_a_damaged_norm_of_the_engine_is_named_and_never_kept(dumps: Path, output: Path) -> None:
@@ -193,9 +242,11 @@ def test_a_row_of_the_captured_state_is_no_row_of_a_format_that_stores_another(d
 
 
 def test_a_norm_that_gives_no_number_refuses_the_dump(dumps: Path, output: Path) -> None:
-    declare(dumps, replace(NORM, weight=b"\x80\x7f" * HIDDEN))  # infinite
-    sample = make_sample()
-    outcome = Store(output, make_spec(output, format="specforge"), "w1").store(sample.job(), sample.dump(dumps), AT)
+    infinite = replace(NORM, weight=b"\x80\x7f" * HIDDEN)
+    declare(dumps, infinite)
+    sample, engine = make_sample(), identity_of(infinite).engine
+    dump = sample.dump(dumps, changes={"engine": engine})
+    outcome = Store(output, make_spec(output, format="specforge"), "w1").store(sample.job(engine=engine), dump, AT)
     assert isinstance(outcome, Refused)
     assert outcome.refusal.reason is Reason.NOT_FINITE
     assert not list(output.rglob("*.ckpt*"))

@@ -15,14 +15,14 @@ import torch
 from headrace.boundaries import resolve_boundaries
 from headrace.dumps import ENGINE_FILE, POST_NORM, PRE_NORM, EngineCard, encode_json
 from headrace.errors import UsageError
-from headrace.finalnorm import FinalNorm
+from headrace.finalnorm import FinalNorm, norm_file, with_norm
 from headrace.ids import NONCE_ALPHABET
 from headrace.reasons import Reason
 from headrace_capture.assembly import Assembly, Loss, Place
 from headrace_capture.batching import batches
 from headrace_capture.config import CaptureConfig
 from headrace_capture.dumpfile import EngineFacts
-from headrace_capture.folder import Folder, norm_file
+from headrace_capture.folder import Folder
 from headrace_capture.forward import Forward
 from headrace_capture.publisher import Counts, Filled, Publisher
 from headrace_capture.ring import Ring
@@ -83,7 +83,9 @@ class Capture:
         self._copier = copier(self._shape, self._device)
         self._folder = open_folder(config.dump_dir, self.boot)
         try:
-            norm = "" if norm_weight is None else self._put_norm(norm_weight, norm_eps)
+            norm = None if norm_weight is None else self._put_norm(norm_weight, norm_eps)
+            # In each dump, too: a row is made with the norm of the boot that its dump is of, and with no other.
+            fingerprint = with_norm(fingerprint, norm)
             card = EngineCard(
                 boot=self.boot,
                 model=model,
@@ -94,7 +96,7 @@ class Capture:
                 layers=layers,
                 hidden_size=hidden_size,
                 dtype=DTYPES[dtype],
-                norm_file=norm,
+                norm_file="" if norm is None else norm_file(self.boot),
             )
             self._ring = Ring(config.buffer_bytes, pinned=self._device.type == "cuda")
             self._folder.put(ENGINE_FILE, encode_json(card), replace=True)
@@ -234,8 +236,8 @@ class Capture:
             except Exception:  # without this thread, requests would stay half assembled for ever
                 logger.exception("ending requests past their deadline")
 
-    def _put_norm(self, weight: torch.Tensor, eps: float) -> str:
-        """Publish the final norm's weight [D] as a safetensors file with `eps` in its metadata; returns its name."""
+    def _put_norm(self, weight: torch.Tensor, eps: float) -> FinalNorm:
+        """Publish the final norm's weight [D] as a safetensors file with `eps` in its metadata."""
         values = weight.detach().to("cpu").contiguous()
         if values.dtype not in DTYPES or tuple(values.shape) != (self._shape.hidden_size,):
             raise UsageError(
@@ -247,6 +249,5 @@ class Capture:
             weight=bytes(values.view(torch.uint8).tolist()),
             eps=eps,
         )
-        name = norm_file(self.boot)
-        self._folder.put(name, norm.encode(), replace=True)
-        return name
+        self._folder.put(norm_file(self.boot), norm.encode(), replace=True)
+        return norm

@@ -19,11 +19,6 @@ _SHARED = {"/tmp", "/var/tmp", "/dev/shm"}
 _NOTICE_AGE = 3600.0  # seconds after which no lease waits for an older boot's notice
 
 
-def norm_file(boot: str) -> str:
-    """The name of a boot's final-norm file."""
-    return f"final_norm.{boot}.safetensors"
-
-
 class Folder:
     """A dump folder, held open; every name is relative to it and no link is followed.
 

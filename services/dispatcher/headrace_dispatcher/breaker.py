@@ -9,6 +9,8 @@ from headrace.errors import IllegalTransition
 
 FAILURES = 3  # in a row
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds until a probe
+# After the request that tried an engine failed: for all that is known the engine is well, and the next prompt good.
+LONGEST_TRIED_WAIT = 10.0
 ANSWER_SECONDS = 20.0  # for a probe, after which SGLang gives its own forward up, and for the request that tries it
 
 
@@ -113,7 +115,8 @@ class Breaker:
         return replace(self, state=_next(self.state, Event.PASS), epoch=self.epoch + 1, busy=False)
 
     def _tripped(self, now: float, failures: int, why: str) -> Breaker:
-        wait = min(LONGEST_WAIT, 2 * self.wait or FIRST_WAIT)
+        longest = LONGEST_TRIED_WAIT if self.state is State.HALF_OPEN else LONGEST_WAIT
+        wait = min(longest, 2 * self.wait or FIRST_WAIT)
         return Breaker(
             state=_next(self.state, Event.TRIP),
             epoch=self.epoch + 1,

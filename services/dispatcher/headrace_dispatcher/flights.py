@@ -126,6 +126,7 @@ class Flights:
                     burn=burn,
                     kind=_kind(answer),
                     reason=answer.reason,
+                    counted=answer.counted,
                     unless_captured=True,  # the dump may be there although its answer was lost on the way
                 )
                 log.warning("attempt ended", request=name, reason=answer.reason, detail=answer.detail, outcome=outcome)

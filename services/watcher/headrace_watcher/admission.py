@@ -10,6 +10,7 @@ from headrace.bus.values import Site
 from headrace.dumpfolder import read_card, read_dump, read_lost
 from headrace.dumps import DUMP_SUFFIX, ENGINE_FILE, EngineCard
 from headrace.errors import Unreadable
+from headrace.finalnorm import declared_norm
 from headrace.settings import Settings
 from headrace.verdicts import Reason
 from headrace_watcher.canary import Canary, explain
@@ -75,7 +76,7 @@ class Admission:
             dtype=card.dtype,
             fingerprint=card.fingerprint,
             weight_version=card.weight_version,
-            final_norm=bool(card.norm_file),
+            final_norm=bool(card.norm_file) and declared_norm(card.fingerprint) is not None,
             context_length=self._longest_prompt,
             max_requests=settings.max_requests,
             max_tokens=settings.max_tokens,

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from headrace.dumpfolder import read_dump
 from headrace.errors import Unavailable, Unreadable, UsageError
-from headrace.formats import FORMATS
 from headrace.ids import RequestId
 from headrace.manifest import Line
 from headrace.masks import mask_length
@@ -221,9 +220,7 @@ class Store:
         identity = self._identity(first)
         if identity is None:
             return None
-        final_state = FORMATS[self._spec.format].stored(self._spec.final_state)
-        requirement = replace(Requirement.of(self._spec, identity), final_state=final_state)
-        row = adopt_row(self._destination, self._form, due, requirement)
+        row = adopt_row(self._destination, self._form, due, Requirement.of(self._spec, identity, stored=True))
         if row is None:
             return None
         dataset = ensure_dataset(self._destination, self._spec, identity)

@@ -41,6 +41,11 @@ def failed(name: str) -> str:
     return f"hr:run:{name}:failed"
 
 
+def spared(name: str) -> str:
+    """Hash: ordinal -> 5xx answers since one of them last cost an attempt, for samples that are not done."""
+    return f"hr:run:{name}:spared"
+
+
 def dead(name: str) -> str:
     """Stream, capped: request id, attempt, reason of each burnt attempt."""
     return f"hr:run:{name}:dead"
@@ -92,6 +97,7 @@ WITHOUT_TTL = {
     "hr:run:*:recording": "leases; emptied as lines are written",
     "hr:run:*:done": "as its run",
     "hr:run:*:failed": "as its run",
+    "hr:run:*:spared": "emptied as samples end",
     "hr:run:*:dead": "capped, and as its run",
     "hr:site:*:credits": "records with an end; the reaper empties it",
     "hr:site:*:captured": "leases; the reaper empties it",

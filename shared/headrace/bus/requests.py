@@ -55,17 +55,25 @@ class Requests:
         self._lease(run, [request], self.leases.grace, answered=True)
 
     def end(
-        self, request: RequestId, *, burn: Burn, kind: AttemptKind, reason: str, unless_captured: bool = False
+        self,
+        request: RequestId,
+        *,
+        burn: Burn,
+        kind: AttemptKind,
+        reason: str,
+        unless_captured: bool = False,
+        counted: bool = False,
     ) -> str:
         """End an attempt that brought no row; one whose dump was captured burns in any case.
 
         With `unless_captured` that one goes on, and nothing counts: for who only knows what the engine answered. With
-        `if_alone` it burns if no other request, of whichever dispatcher, was at its engine while it was.
+        `if_alone` it burns if no other request, of whichever dispatcher, was at its engine while it was. Of a sample's
+        `counted` attempts that burn nothing each fifth burns all the same.
         Returns pending, failed, captured, stale or unknown. A mismatch counts also when the attempt had ended before.
         """
         burnt = burn if isinstance(burn, str) else int(burn)
-        arguments = (request.run, str(request), request.ordinal, burnt, kind, reason, int(unless_captured))
-        answer: bytes = self._bus.call("end_attempt", *arguments)
+        arguments = (request.run, str(request), request.ordinal, burnt, kind, reason)
+        answer: bytes = self._bus.call("end_attempt", *arguments, int(unless_captured), int(counted))
         return answer.decode()
 
     def reject(self, run: str, ordinal: int, reason: str) -> bool:

@@ -51,11 +51,10 @@ class Sites:
         """
         with self._bus.guard():
             reply: Any = self._bus.redis.hgetall(keys.site(name))
-        table = {key.decode(): value for key, value in reply.items()}
-        if "site" not in table:
+        if b"site" not in reply:
             return None
         try:
-            return _site(table)
+            return _site({key.decode(): value for key, value in reply.items()})
         except (KeyError, ValueError, TypeError) as error:
             raise Unreadable(
                 f"the registration of site {name} cannot be read ({type(error).__name__}: {str(error)[:200]}); "

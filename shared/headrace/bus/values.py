@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headrace.flow import Caps
-from headrace.formats import FORMATS
 from headrace.runs import Identity, RunSpec
 from headrace.tensorfile import ITEM_SIZE
 from headrace.verdicts import changed_identity
@@ -171,11 +170,10 @@ class Site:
             ("hidden size", self.hidden_size, spec.hidden_size),
         )
         problems = [f"{name} {has!r}, the run needs {needs!r}" for name, has, needs in pairs if has != needs]
-        form = FORMATS.get(spec.format)
-        if not self.final_norm and form is not None and form.needs_norm(spec.final_state):
+        if spec.needs_norm and not self.final_norm:
             problems.append(
                 f"publishes no final norm, which format {spec.format!r} needs with {spec.final_state!r}; "
-                f"capture {form.stores!r} instead"
+                f"capture {spec.stored_state!r} instead"
             )
         mine = Identity(engine=self.fingerprint, weight_version=self.weight_version)
         if not problems and (changed := changed_identity(mine, identity)) is not None:

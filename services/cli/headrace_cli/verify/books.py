@@ -13,7 +13,6 @@ from pathlib import Path
 
 from headrace.errors import Unavailable, Unreadable, UsageError
 from headrace.finalnorm import FinalNorm
-from headrace.formats import FORMATS
 from headrace.ids import digest_ids
 from headrace.manifest import (
     DATASET_FILE,
@@ -75,7 +74,7 @@ class Books:
         self.identity = identity
         self.inputs = inputs
         self.form = formats.get(spec.format)
-        self.final_state = FORMATS[spec.format].stored(spec.final_state)
+        self.final_state = spec.stored_state
         self.norm: FinalNorm | None = None
         self._findings = findings
         self._bits = bytearray(spec.total)
@@ -273,8 +272,8 @@ class Books:
             self._findings.note(f"{absent} samples have no line yet: {', '.join(map(str, missing))}{more}")
 
     def _find_norm(self) -> None:
-        derived = FORMATS[self.spec.format].needs_norm(self.spec.final_state)
-        self.norm = find_norm(self.folder, self.spec, self._findings, needed=derived and self._has_rows())
+        needed = self.spec.needs_norm and self._has_rows()
+        self.norm = find_norm(self.folder, self.spec, self.identity, self._findings, needed=needed)
 
     def _has_rows(self) -> bool:
         return any(bits & (_ROW | _BIT["stored"]) for bits in self._bits)

@@ -95,7 +95,7 @@ def _other_shape(path: Path) -> None:
 
 def _other_engine(path: Path) -> None:
     contents = Contents.read(path)
-    replace(contents, header=replace(contents.header, engine=f"{contents.header.engine} (other)")).write(path)
+    replace(contents, header=replace(contents.header, engine=f"other {contents.header.engine}")).write(path)
 
 
 def _unknown_run(path: Path) -> None:

@@ -5,6 +5,7 @@ local RUN_TTL_MS = 30 * 86400 * 1000     -- a finished run
 local REQUEST_TTL_MS = 2 * 86400 * 1000  -- a request that nobody renews
 local ENDED_TTL_MS = 3600 * 1000         -- a failed request: its dump may still come
 local DEAD_LENGTH = 10000
+local SPARED = 5  -- answers of one sample that cost no attempt each, and one together
 
 local function run_key(run) return 'hr:run:' .. run end
 local function part_key(run, part) return 'hr:run:' .. run .. ':' .. part end
@@ -132,7 +133,7 @@ local function finish(run, ordinal, status, tokens, bytes, reason, request)
     release(run, sample.captured, redis.call('HGET', request_key(sample.captured), 'site'))
     redis.call('DEL', request_key(sample.captured))
   end
-  redis.call('HDEL', part_key(run, 'open'), ordinal)
+  for _, part in ipairs({'open', 'spared'}) do redis.call('HDEL', part_key(run, part), ordinal) end
   redis.call('ZREM', part_key(run, 'recording'), ordinal)
   return true
 end
@@ -181,11 +182,20 @@ local function count_refusal(run, request, reason)
   end
 end
 
+-- The live attempt is to cost nothing: counts it for its sample. Returns whether it costs an attempt all the same.
+local function is_spared_too_often(run, ordinal)
+  local key = part_key(run, 'spared')
+  if redis.call('HINCRBY', key, ordinal, 1) < SPARED then return false end
+  redis.call('HDEL', key, ordinal)
+  return true
+end
+
 -- Closes an attempt that brought no row: the live one, or the captured one whose dump is gone, which always burns.
 -- With unless_captured the latter goes on: its dump was proven, whatever else is said of the request.
--- burn is 1, 0, or if_alone: only if the engine had no other request beside it.
+-- burn is 1, 0, or if_alone: only if the engine had no other request beside it. With counted, of those of a sample that
+-- burn nothing each fifth burns.
 -- kind is mismatch, loss or error. Returns pending, failed, captured, stale or unknown; the same again when repeated.
-local function end_attempt(run, request, ordinal, burn, kind, reason, unless_captured)
+local function end_attempt(run, request, ordinal, burn, kind, reason, unless_captured, counted)
   local key = run_key(run)
   local limit = redis.call('HGET', key, 'max_attempts')
   local site, ended = unpack(redis.call('HMGET', request_key(request), 'site', 'outcome'))
@@ -203,7 +213,7 @@ local function end_attempt(run, request, ordinal, burn, kind, reason, unless_cap
   release(run, request, site)
   local outcome = 'stale'
   if live or captured then
-    if live and not burns then
+    if live and not burns and not (counted and is_spared_too_often(run, ordinal)) then
       sample.attempts = sample.attempts - 1
     else
       redis.call('XADD', part_key(run, 'dead'), 'MAXLEN', '~', DEAD_LENGTH, '*',

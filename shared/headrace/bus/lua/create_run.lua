@@ -21,7 +21,7 @@ if known then
   return 'same'
 end
 -- What a run of this name left whose hash is gone would be neither counted nor fed again.
-for _, part in ipairs({'pending', 'open', 'inflight', 'recording', 'done', 'failed', 'dead'}) do
+for _, part in ipairs({'pending', 'open', 'inflight', 'recording', 'done', 'failed', 'dead', 'spared'}) do
   redis.call('DEL', part_key(run, part))
 end
 redis.call('HSET', key, 'spec', spec, 'digest', digest, 'total', total, 'max_attempts', max_attempts, 'output', ARGV[6],

@@ -10,6 +10,7 @@ for i = 2, cursor and #ARGV or 0 do
     -- Its record job may be on its way: the line that it writes closes nothing, for it is that of an earlier failure.
     redis.call('HSET', part_key(run, 'failed'), ordinal, sample.reason)
     redis.call('ZREM', part_key(run, 'recording'), ordinal)
+    redis.call('HDEL', part_key(run, 'spared'), ordinal)
     redis.call('RPUSH', part_key(run, 'pending'), ordinal)
     sample.state, sample.attempts, sample.live, sample.reason = 'pending', 0, '', ''
     save(run, ordinal, sample)
