@@ -1,7 +1,13 @@
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,3 +36,36 @@ def test_a_service_that_ended_is_named_in_one_line_with_its_log(tmp_path: Path) 
     assert str(tmp_path / "stack" / "logs" / "engine.log") in said
     assert "no model" in said
     assert "\n" not in said
+
+
+@pytest.fixture(params=(signal.SIGINT, signal.SIGTERM))
+def interrupting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A signal that comes at the worst moment: the child lives, and nobody has its process id yet."""
+    number: signal.Signals = request.param
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            thread = threading.Thread(target=os.kill, args=(os.getpid(), number))  # which is not masked
+            thread.start()
+            thread.join()
+
+    def raising(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(number, raising)
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    yield
+    signal.signal(number, before)
+
+
+@pytest.mark.usefixtures("interrupting")
+def test_a_signal_during_a_start_leaves_no_child_unknown(tmp_path: Path) -> None:
+    stack = Stack(StackConfig(folder=tmp_path, model=tmp_path, model_name="tiny", redis_url="redis://x"))
+    with pytest.raises(KeyboardInterrupt):
+        stack.start("engine")
+    process = stack.pid("engine")
+    assert os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None, "it ended by itself"
+    stack.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)

@@ -10,10 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 from headrace.bus import Bus
@@ -90,7 +93,7 @@ class Stack:
             self.bus().close()  # or it would be waited for in vain
             return
         command, environ = self._command(name)
-        with (self.logs / f"{name}.log").open("ab") as log:
+        with (self.logs / f"{name}.log").open("ab") as log, _signals_held():
             self._processes[name] = subprocess.Popen(
                 command,
                 env=environ,
@@ -161,9 +164,10 @@ class Stack:
 
     def kill(self, name: str) -> None:
         """kill -9."""
-        process = self._processes.pop(name)
+        process = self._processes[name]
         process.kill()
         process.wait()
+        del self._processes[name]
 
     def stop_one(self, name: str) -> int:
         """SIGTERM, then kill -9 after 30 s. Returns the exit code."""
@@ -251,6 +255,29 @@ def _write_private(path: Path, text: str) -> None:
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Put off what Ctrl-C and SIGTERM do, so that it never comes between a child's birth and our knowing of it.
+
+    By the handlers and not by a mask: a mask is one thread's, and another thread would take the signal.
+    """
+    if threading.current_thread() is not threading.main_thread():  # handlers run in the main thread alone
+        yield
+        return
+    came: list[int] = []
+    before: dict[int, Any] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.getsignal(number)
+            signal.signal(number, lambda number, _: came.append(number))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def _die_with_parent() -> None:
