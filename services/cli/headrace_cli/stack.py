@@ -274,8 +274,8 @@ def _signals_held() -> Iterator[None]:
             signal.signal(number, lambda number, _: came.append(number))
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for held, handler in before.items():
+            signal.signal(held, handler)
         if came:
             signal.raise_signal(came[0])
 
