@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from headrace.dumps import SITE_FILE, Dump, EngineCard, Lost, check_schema, decode_metadata
+from headrace.dumps import SITE_FILE, Dump, EngineCard, EngineProblem, Lost, check_schema, decode_metadata
 from headrace.errors import Unreadable
 from headrace.finalnorm import FinalNorm, norm_file
 from headrace.records import build
@@ -63,13 +63,23 @@ def read_card(path: Path) -> EngineCard:
         card = build(EngineCard, table)
     except Unreadable as error:
         raise Unreadable(f"{path.name}: {error}") from error
-    if not _BOOT.fullmatch(card.boot):
-        raise Unreadable(f"{path.name}: a boot is named by lower-case letters and digits, not {card.boot[:80]!r}")
+    _check_boot(path, card.boot)
     # What an engine says must not lead out of its folder.
     if card.norm_file not in ("", norm_file(card.boot)):
         wanted = f"its final norm is {norm_file(card.boot)}, or none"
         raise Unreadable(f"{path.name}: {wanted}, not {card.norm_file[:80]!r}")
     return card
+
+
+def read_problem(path: Path) -> EngineProblem:
+    """Read `engine.problem.json`; raises Unreadable, or FileNotFoundError when the engine reports no problem."""
+    table = _json(path)
+    try:
+        problem = build(EngineProblem, table)
+    except Unreadable as error:
+        raise Unreadable(f"{path.name}: {error}") from error
+    _check_boot(path, problem.boot)
+    return problem
 
 
 def read_lost(path: Path) -> Lost:
@@ -99,6 +109,11 @@ def read_site(folder: Path) -> str | None:
     except FileNotFoundError:
         return None
     return name if name.isalnum() else None
+
+
+def _check_boot(path: Path, boot: str) -> None:
+    if not _BOOT.fullmatch(boot):
+        raise Unreadable(f"{path.name}: a boot is named by lower-case letters and digits, not {boot[:80]!r}")
 
 
 def _json(path: Path) -> dict[str, Any]:

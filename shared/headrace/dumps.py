@@ -15,6 +15,7 @@ SCHEMA = 1
 DUMP_SUFFIX = ".safetensors"
 LOST_SUFFIX = ".lost.json"
 ENGINE_FILE = "engine.json"
+PROBLEM_FILE = "engine.problem.json"
 SITE_FILE = ".site"
 LOCK_FILE = ".watcher.lock"
 PRE_NORM, POST_NORM = "pre_norm", "post_norm"
@@ -124,6 +125,18 @@ class Lost:
     schema: int = SCHEMA
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineProblem:
+    """`engine.problem.json`: why this boot of the engine captures nothing, left in the place of its card.
+
+    `problem` names what is missing or in the way and what to change, in one or a few lines.
+    """
+
+    boot: str
+    problem: str
+    schema: int = SCHEMA
+
+
 def dump_layout(tokens: int, boundaries: int, hidden_size: int, dtype: str) -> dict[str, TensorInfo]:
     """Lay out a dump of `tokens` rows, `boundaries` auxiliary states of `hidden_size` in `dtype` (BF16, F16, F32)."""
     return layout(
@@ -135,8 +148,8 @@ def dump_layout(tokens: int, boundaries: int, hidden_size: int, dtype: str) -> d
     )
 
 
-def encode_json(value: EngineCard | Lost) -> bytes:
-    """Encode a card or a lost notice as one line of JSON."""
+def encode_json(value: EngineCard | EngineProblem | Lost) -> bytes:
+    """Encode a card, a problem notice or a lost notice as one line of JSON."""
     return json.dumps(asdict(value)).encode() + b"\n"
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,18 @@ def test_tensors_of_inference_mode_and_int32_ids_and_views_are_taken(capture: Ca
         )
         feed(capture, forward)
     assert_published(folder, one)
+
+
+@pytest.mark.parametrize("buffer_bytes", [1 << 13, 1 << 20])
+def test_boundaries_that_lie_side_by_side_in_one_tensor_are_taken(folder: Path, buffer_bytes: int) -> None:
+    capture = start_capture(folder, buffer_bytes=buffer_bytes)
+    one, two = prompt(90, ordinal=1), prompt(31, ordinal=2)
+    for rows in ([(one, 0, 50)], [(one, 50, 90), (two, 0, 31)]):
+        plain = forward_of(rows, padding=3)
+        feed(capture, replace(plain, boundaries=(torch.cat(plain.boundaries, dim=1),)))
+    assert assert_published(folder, one).parts == 2
+    assert_published(folder, two)
+    capture.close(10)
 
 
 def test_a_published_id_is_not_captured_again(capture: Capture, folder: Path) -> None:

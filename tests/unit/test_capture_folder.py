@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from headrace.dumpfolder import read_card
+from headrace.dumps import PROBLEM_FILE, EngineProblem, encode_json
 from headrace.errors import UsageError
 from headrace_capture.folder import Folder
 from tests.support.capture import HIDDEN, assert_published, forward_of, prompt, start_capture
@@ -45,8 +46,9 @@ def test_a_given_group_is_kept_and_inherited(tmp_path: Path) -> None:
 
 def test_what_a_dead_boot_left_is_swept_and_the_rest_stays(tmp_path: Path) -> None:
     swept = [f".{OTHER}.hr-x.part", f".{OTHER}.lock", f".{OTHER}.engine.json.tmp", f"final_norm.{OTHER}.safetensors"]
+    swept += [f"stats.{OTHER}.json", "hr-old.lost.json", "engine.json", "engine.problem.json"]
     kept = [".site", ".watcher.lock", "hr-x.safetensors", "hr-new.lost.json", "README"]
-    for name in [*swept, *kept, "hr-old.lost.json", "engine.json"]:
+    for name in [*swept, *kept]:
         (tmp_path / name).write_text("{}")
     os.utime(tmp_path / "hr-old.lost.json", (0, 0))
     folder = Folder(tmp_path, BOOT)
@@ -69,6 +71,16 @@ def test_an_engine_that_lives_beside_is_left_alone(tmp_path: Path) -> None:
     assert first.flush(30)
     assert_published(folder, one)
     first.close(10)
+
+
+def test_the_problem_of_an_engine_is_swept_when_that_engine_is_dead(tmp_path: Path) -> None:
+    first = Folder(tmp_path, OTHER)
+    first.put(PROBLEM_FILE, encode_json(EngineProblem(boot=OTHER, problem="no seam")), replace=True)
+    Folder(tmp_path, BOOT).close()
+    assert PROBLEM_FILE in names(tmp_path)
+    first.close()
+    Folder(tmp_path, BOOT).close()
+    assert names(tmp_path) == set()
 
 
 def test_an_engine_that_was_killed_is_swept_by_the_next(tmp_path: Path) -> None:
@@ -164,4 +176,4 @@ def test_arguments_that_contradict_are_usage_errors(tmp_path: Path) -> None:
         start_capture(folder, buffer_bytes=100)
     with pytest.raises(UsageError, match="final norm"):
         start_capture(folder, norm_weight=torch.ones(HIDDEN + 1))
-    assert names(folder) == set()
+    assert not folder.exists()

@@ -4,6 +4,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -48,10 +49,17 @@ def assert_lost(folder: Path, wanted: Prompt, reason: str, capture: Capture) -> 
 
 
 def assert_works(capture: Capture, folder: Path) -> None:
-    """The engine was not disturbed: the next request is captured."""
-    after = prompt(5, ordinal=999)
-    assert forward(capture, forward_of([(after, 0, 5)])) == {}
-    assert_published(folder, after)
+    """The engine was not disturbed: the next request is captured, once the filesystem was looked at."""
+    ordinals = count(1000)
+
+    def published() -> bool:
+        after = prompt(5, ordinal=next(ordinals))
+        if forward(capture, forward_of([(after, 0, 5)])) or not dump_path(folder, after).exists():
+            return False
+        assert_published(folder, after)
+        return True
+
+    wait_until(published, what="a request that is captured")
 
 
 def test_a_prefix_cache_hit_is_lost_as_prefix_cached(capture: Capture, folder: Path) -> None:
@@ -174,7 +182,8 @@ def test_when_not_even_a_notice_fits_the_loss_is_counted(small: Path) -> None:
         room = os.statvfs(small).f_bavail * os.statvfs(small).f_frsize
         file.write(bytes(room))
     one = prompt(10)
-    assert forward(capture, forward_of([(one, 0, 10)])) == {one.rid: "dropped:no_room"}
+    # Found by whoever comes first: the look at the filesystem, or the writer.
+    assert forward(capture, forward_of([(one, 0, 10)])) in ({}, {one.rid: "dropped:no_room"})
     assert capture.counts().lost == {"no_room": 1}
     assert not list(folder.glob("hr-*")) and leftovers(folder) == []
     (small / "filler").unlink()
@@ -303,5 +312,22 @@ def test_an_abort_of_what_is_no_id_is_logged_and_no_error(
     capture: Capture, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     capture.abort(["no id"])  # type: ignore[arg-type]
-    assert "aborting a request" in caplog.text
+    wait_until(lambda: "aborting a request" in caplog.text, what="the log")
+    assert_works(capture, folder)
+
+
+def test_a_forward_without_states_loses_its_requests_with_the_reason(capture: Capture, folder: Path) -> None:
+    one, half, other = prompt(20, ordinal=1), prompt(20, ordinal=2), prompt(20, rid="other")
+    assert forward(capture, forward_of([(half, 0, 10)])) == {}
+    pieces = (
+        Piece(rid=one.rid, prompt_tokens=20, prefix=0, rows=20),
+        Piece(rid=half.rid, prompt_tokens=20, prefix=10, rows=10),
+        Piece(rid=other.rid, prompt_tokens=20, prefix=0, rows=20),
+    )
+    expected = {one.rid: "dropped:internal", half.rid: "dropped:internal"}
+    assert capture.refuse(pieces, "a replayed graph") == expected
+    assert capture.refuse(pieces, "a replayed graph") == {}
+    assert capture.flush(30)
+    assert [lost(folder, wanted).detail for wanted in (one, half)] == ["a replayed graph"] * 2
+    assert capture.counts().lost == {"internal": 2}
     assert_works(capture, folder)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headrace.errors import UsageError
 from headrace_capture.assembly import Place
 from headrace_capture.batching import batches
-from headrace_capture.ring import Ring, Slot
+from headrace_capture.ring import ALIGN, Ring, Slot
 
 
 def now() -> float:
@@ -26,7 +26,8 @@ def test_slots_never_overlap_whatever_the_order_of_their_release(steps: list[tup
         if slot is None:
             assert held, "an empty ring has room"
         else:
-            assert slot.begin >= 0 and slot.end <= 1000 and len(slot.memory) == nbytes == slot.tensor.numel()
+            assert slot.begin >= 0 and slot.end <= 1000 and slot.end - slot.begin == nbytes
+            assert slot.begin % ALIGN == 0
             assert all(slot.end <= other.begin or other.end <= slot.begin for other in held)
             held.append(slot)
         if held and pick % 2:
@@ -62,6 +63,22 @@ def test_a_wait_without_a_release_ends_at_its_deadline() -> None:
     ring = Ring(100)
     ring.acquire(100, 1, now())
     assert ring.acquire(1, 1, now() + 0.01) is None
+
+
+def test_after_a_wait_in_which_nothing_moved_nobody_waits_until_something_does() -> None:
+    ring = Ring(100)
+    slot = ring.acquire(100, 3, now())
+    assert slot is not None
+    assert ring.acquire(1, 1, now()) is None  # no wait, which says nothing
+    assert ring.acquire(1, 1, now() + 0.01) is None
+    assert ring.acquire(1, 1, now() + 1000) is None  # at once
+    ring.release(slot)
+    assert ring.acquire(1, 1, now() + 0.01) is None  # no room yet, but a job ended: this one waited
+    ring.release(slot)
+    releaser = threading.Timer(0.05, ring.release, (slot,))
+    releaser.start()
+    assert ring.acquire(1, 1, now() + 30) is not None
+    releaser.join()
 
 
 def test_what_is_larger_than_the_ring_is_refused_at_once() -> None:

@@ -1,36 +1,39 @@
 from __future__ import annotations
 
 import math
-import time
 
 import pytest
 import torch
 
 from headrace.dumps import Stats
-from headrace_capture.ring import Ring
-from headrace_capture.rows import RowShape, StagedRows, Views, copier
+from headrace_capture.batching import Batch
+from headrace_capture.copiers import HostCopier
+from headrace_capture.forward import Forward
+from headrace_capture.rows import Memory, Rows, RowShape
 from headrace_capture.stats import Accumulator
 
 K, D = 2, 8
 
 
-def views_of(aux: torch.Tensor, final: torch.Tensor) -> tuple[RowShape, Views]:
+def rows_of(aux: torch.Tensor, final: torch.Tensor) -> tuple[RowShape, Rows]:
     shape = RowShape(boundaries=K, hidden_size=D, dtype=final.dtype)
-    slot = Ring(1 << 20).acquire(len(final) * shape.row_bytes, 1, time.monotonic())
-    assert slot is not None
-    views = shape.views(slot, len(final))
-    staged = StagedRows(
-        ids=torch.arange(len(final)), aux=tuple(aux[:, k * D : (k + 1) * D] for k in range(K)), final=final
+    rows = Rows(Memory(shape, torch.zeros(shape.nbytes(len(final)), dtype=torch.uint8)), 0, len(final))
+    forward = Forward(
+        pieces=(),
+        token_ids=torch.arange(len(final)),
+        boundaries=tuple(aux[:, k * D : (k + 1) * D] for k in range(K)),
+        final=final,
+        weight_version="",
     )
-    copier(shape, torch.device("cpu")).copy(staged, views)
-    return shape, views
+    HostCopier().copy(forward, Batch(begin=0, end=len(final), cuts=()), rows)
+    return shape, rows
 
 
 def stats_of(aux: torch.Tensor, final: torch.Tensor, *parts: tuple[int, int]) -> tuple[Stats, ...]:
-    shape, views = views_of(aux, final)
+    shape, rows = rows_of(aux, final)
     accumulator = Accumulator(shape)
     for begin, end in parts or ((0, len(final)),):
-        accumulator.add(views, begin, end)
+        accumulator.add(rows, begin, end)
     return accumulator.stats((3, 5))
 
 

@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.dumpfolder import open_nofollow, read_card, read_dump, read_lost, read_site
+from headrace.dumpfolder import open_nofollow, read_card, read_dump, read_lost, read_problem, read_site
 from headrace.dumps import (
     ENGINE_FILE,
+    PROBLEM_FILE,
     SITE_FILE,
     DumpHeader,
     EngineCard,
+    EngineProblem,
     Lost,
     Stats,
     decode_metadata,
@@ -213,6 +215,9 @@ def test_a_card_and_a_lost_notice_round_trip(tmp_path: Path) -> None:
     (tmp_path / "x.lost.json").write_bytes(encode_json(lost))
     assert read_card(tmp_path / ENGINE_FILE) == CARD
     assert read_lost(tmp_path / "x.lost.json") == lost
+    problem = EngineProblem(boot="b0", problem="LogitsProcessor.forward is not there")
+    (tmp_path / PROBLEM_FILE).write_bytes(encode_json(problem))
+    assert read_problem(tmp_path / PROBLEM_FILE) == problem
 
 
 @pytest.mark.parametrize(
@@ -253,6 +258,15 @@ def test_a_notice_that_is_none_is_unreadable(tmp_path: Path, data: bytes) -> Non
         read_lost(path)
     with pytest.raises(Unreadable):
         read_card(path)
+    with pytest.raises(Unreadable):
+        read_problem(path)
+
+
+def test_a_problem_names_its_boot(tmp_path: Path) -> None:
+    path = tmp_path / PROBLEM_FILE
+    path.write_bytes(encode_json(EngineProblem(boot="../b0", problem="none")))
+    with pytest.raises(Unreadable, match="a boot is named by"):
+        read_problem(path)
 
 
 def test_a_missing_field_of_a_card_is_named(tmp_path: Path) -> None:

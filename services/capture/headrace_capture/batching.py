@@ -49,7 +49,8 @@ class Batch:
 def batches(places: Iterable[Place], max_rows: int) -> list[Batch]:
     """Join places, given in row order, that lie side by side, into batches of at most `max_rows` rows.
 
-    Rows between places are not taken along; a place larger than what is left of a batch is cut.
+    Rows between places are not taken along. Only a place that is larger than a whole batch is cut: a request that is
+    written in one piece need not be read again for its checksum.
     """
     made: list[Batch] = []
     pending: list[Cut] = []
@@ -58,11 +59,10 @@ def batches(places: Iterable[Place], max_rows: int) -> list[Batch]:
         offset = 0
         while offset < rows:
             source = place.source + offset
-            if pending and (_end(pending) != source or source - pending[0].source == max_rows):
+            if pending and (_end(pending) != source or source - pending[0].source + min(rows, max_rows) > max_rows):
                 made.append(_batch(pending))
                 pending = []
-            room = max_rows - (source - pending[0].source if pending else 0)
-            pending.append(Cut(place=place, offset=offset, rows=min(room, rows - offset)))
+            pending.append(Cut(place=place, offset=offset, rows=min(max_rows, rows - offset)))
             offset += pending[-1].rows
     if pending:
         made.append(_batch(pending))

@@ -19,18 +19,19 @@ MAX_WAIT_SECONDS = "HEADRACE_CAPTURE_MAX_WAIT_SECONDS"
 class CaptureConfig:
     """How an engine captures.
 
-    `dump_dir` is absolute. `buffer_bytes` is the host buffer between the forward and the writer threads, about two
-    forwards (rows x (k + 1) x D x 2 bytes each). `deadline_seconds` is how long a half-prefilled request may stay
-    without another part. `max_wait_seconds` is the longest that one forward may wait for room in the buffer.
-    `remember` bounds the concluded ids whose late parts are recognised.
+    `dump_dir` is absolute. `buffer_bytes` is the host buffer between the forward and the writer threads, about three
+    forwards (rows x (k + 1) x D x 2 bytes each): one that is computed, one that is launched behind it, one that is
+    written; on a GPU a third of it again in the device's memory. `deadline_seconds` is how long a half-prefilled
+    request may stay without another part. `max_wait_seconds` is the longest that one forward may wait for room in the
+    buffer. `remember` bounds the concluded ids whose late parts are recognised.
 
     Raises:
         UsageError: a value is out of range.
     """
 
     dump_dir: Path
-    buffer_bytes: int = 1 << 30
-    writers: int = 2
+    buffer_bytes: int = 2 << 30
+    writers: int = 4
     deadline_seconds: float = 120.0
     max_wait_seconds: float = 0.05
     remember: int = 16384
@@ -39,7 +40,7 @@ class CaptureConfig:
         if not self.dump_dir.is_absolute():
             raise UsageError(f"{DUMP_DIR}={str(self.dump_dir)!r}: give an absolute path")
         if self.buffer_bytes < 1:
-            raise UsageError(f"{BUFFER_BYTES}={self.buffer_bytes}: give the size of about two forwards in bytes")
+            raise UsageError(f"{BUFFER_BYTES}={self.buffer_bytes}: give the size of about three forwards in bytes")
         if not 1 <= self.writers <= 64:
             raise UsageError(f"{WRITERS}={self.writers}: give 1 to 64 threads")
         if not 0 < self.deadline_seconds < float("inf"):

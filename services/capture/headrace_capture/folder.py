@@ -7,14 +7,19 @@ import os
 import re
 import stat
 import time
+import weakref
+from contextlib import suppress
 from pathlib import Path
 
-from headrace.dumpfolder import read_card
-from headrace.dumps import ENGINE_FILE, FILE_MODE, FOLDER_MODE, LOST_SUFFIX
+from headrace.dumpfolder import read_card, read_problem
+from headrace.dumps import ENGINE_FILE, FILE_MODE, FOLDER_MODE, LOST_SUFFIX, PROBLEM_FILE
 from headrace.errors import Unreadable, UsageError
 
-_HIDDEN = re.compile(r"\.([a-z0-9]{12})\..+")
-_NORM = re.compile(r"final_norm\.([a-z0-9]{12})\.safetensors")
+_OF_A_BOOT = (
+    re.compile(r"\.([a-z0-9]{12})\..+"),
+    re.compile(r"final_norm\.([a-z0-9]{12})\.safetensors"),
+    re.compile(r"stats\.([a-z0-9]{12})\.json"),
+)
 _SHARED = {"/tmp", "/var/tmp", "/dev/shm"}
 _NOTICE_AGE = 3600.0  # seconds after which no lease waits for an older boot's notice
 
@@ -23,7 +28,8 @@ class Folder:
     """A dump folder, held open; every name is relative to it and no link is followed.
 
     Hidden names carry the boot id, `.{boot}.{rest}`. Each boot holds a lock on `.{boot}.lock` while its process
-    lives, so a new boot sweeps what dead ones left and nothing of an engine beside it.
+    lives, so a new boot sweeps what dead ones left and nothing of an engine beside it: the ranks of one server, or
+    several servers, may share a folder.
 
     Raises:
         UsageError: the folder cannot be made, is not ours to use, or cannot be written.
@@ -35,24 +41,12 @@ class Folder:
         self._fd = self._lock = -1
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            self._set_mode()
-            # Whoever starts holds the folder: a lock file appears and is locked before another boot can judge it.
-            fcntl.flock(self._fd, fcntl.LOCK_EX)
-            try:
-                self._lock = self.create(self.hidden("lock"))
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._sweep()
-            finally:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+            self._fd, self._lock = self._open()
         except OSError as error:
-            self.close()
             raise UsageError(
                 f"dump folder {path}: {error.strerror}; HEADRACE_DUMP_DIR must be a folder that the engine can write"
             ) from error
-        except UsageError:
-            self.close()
-            raise
+        _open_folders.add(self)
 
     def hidden(self, rest: str) -> str:
         """The hidden name of this boot."""
@@ -65,8 +59,7 @@ class Folder:
 
     def create(self, name: str) -> int:
         """Create a file for reading and writing and return its descriptor; FileExistsError when it is there."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(name, flags, 0o600, dir_fd=self._fd)
+        return _create(self._fd, name)
 
     def publish(self, hidden: str, name: str) -> bool:
         """Give a finished hidden file its name, never replacing; False when the name was there already."""
@@ -103,18 +96,64 @@ class Folder:
             raise
         return True
 
+    def renew(self) -> bool:
+        """Move to the folder that lies under the path now, if it is another one; True when it was.
+
+        Threads may use the folder meanwhile: a file that was begun in the old one cannot be published in the new.
+
+        Raises:
+            OSError, UsageError: the other folder cannot be used; the old one is still held.
+        """
+        try:
+            there = self.path.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        if os.path.samestat(there, os.fstat(self._fd)):
+            return False
+        fd, lock = self._open()
+        for new, old in ((fd, self._fd), (lock, self._lock)):  # whoever has a number keeps a valid one
+            os.dup2(new, old, inheritable=False)
+            os.close(new)
+        return True
+
     def close(self) -> None:
         """Give the boot's lock up; what lies in the folder stays."""
         if self._lock >= 0:
-            self.remove(self.hidden("lock"))
-            os.close(self._lock)
-            self._lock = -1
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            with suppress(OSError):  # a folder that cannot be written keeps the file, which the next boot sweeps
+                self.remove(self.hidden("lock"))
+        self.forget()
 
-    def _set_mode(self) -> None:
-        status = os.fstat(self._fd)
+    def forget(self) -> None:
+        """Close the descriptors; the lock stays with whoever else has them, as the parent of a forked process."""
+        for descriptor in (self._lock, self._fd):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._lock = self._fd = -1
+
+    def _open(self) -> tuple[int, int]:
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        lock = -1
+        try:
+            self._set_mode(fd)
+            # Whoever starts holds the folder: a lock file appears and is locked before another boot can judge it.
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            try:
+                lock = _create(fd, self.hidden("lock"))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._sweep(fd)
+            finally:
+                fcntl.flock(fd, fcntl.LOCK_UN)
+        except BaseException:
+            if lock >= 0:
+                with suppress(OSError):
+                    os.unlink(self.hidden("lock"), dir_fd=fd)
+                os.close(lock)
+            os.close(fd)
+            raise
+        return fd, lock
+
+    def _set_mode(self, fd: int) -> None:
+        status = os.fstat(fd)
         # A fresh tmpfs mount is sticky too, but it is empty and stands in no place that everybody uses.
         if status.st_mode & stat.S_ISVTX and (os.path.realpath(self.path) in _SHARED or any(self.path.iterdir())):
             raise UsageError(
@@ -122,55 +161,40 @@ class Folder:
             )
         if stat.S_IMODE(status.st_mode) != FOLDER_MODE:
             try:
-                os.fchmod(self._fd, FOLDER_MODE)
+                os.fchmod(fd, FOLDER_MODE)
             except PermissionError:
                 # A volume that belongs to another user (Kubernetes' emptyDir) is used as it was given.
                 if not os.access(self.path, os.W_OK | os.X_OK):
                     raise
 
-    def _sweep(self) -> None:
+    def _sweep(self, fd: int) -> None:
         alive: dict[str, bool] = {self.boot: True}
-        with os.scandir(self._fd) as entries:
+        with os.scandir(fd) as entries:
             names = [entry.name for entry in entries]
         for name in names:
-            match = _HIDDEN.fullmatch(name) or _NORM.fullmatch(name)
-            if match is not None:
-                boot = match.group(1)
+            boot = self._boot_of(name)
+            if boot is not None:
                 if boot not in alive:
-                    alive[boot] = self._alive(boot)
+                    alive[boot] = _alive(fd, boot)
                 stale = not alive[boot]
-            elif name == ENGINE_FILE:
-                stale = not self._alive(self._card_boot())
             else:
-                stale = name.endswith(LOST_SUFFIX) and self._age(name) > _NOTICE_AGE
+                stale = name.endswith(LOST_SUFFIX) and _age(fd, name) > _NOTICE_AGE
             if stale:
-                self.remove(name)
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=fd)
 
-    def _alive(self, boot: str) -> bool:
-        try:
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-            descriptor = os.open(f".{boot}.lock", flags, dir_fd=self._fd)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-        return False
-
-    def _card_boot(self) -> str:
-        try:
-            return read_card(self.path / ENGINE_FILE).boot
-        except (Unreadable, OSError):
-            return ""
-
-    def _age(self, name: str) -> float:
-        try:
-            return time.time() - os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mtime
-        except FileNotFoundError:
-            return 0.0
+    def _boot_of(self, name: str) -> str | None:
+        """The boot that left a file; empty where the file does not say, None for what is no boot's."""
+        if name in (ENGINE_FILE, PROBLEM_FILE):
+            try:
+                path = self.path / name
+                return read_card(path).boot if name == ENGINE_FILE else read_problem(path).boot
+            except (Unreadable, OSError):
+                return ""
+        for pattern in _OF_A_BOOT:
+            if match := pattern.fullmatch(name):
+                return match[1]
+        return None
 
 
 def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
@@ -180,3 +204,41 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         written = os.pwrite(descriptor, view, offset)
         view = view[written:]
         offset += written
+
+
+def _create(fd: int, name: str) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(name, flags, 0o600, dir_fd=fd)
+
+
+def _alive(fd: int, boot: str) -> bool:
+    try:
+        descriptor = os.open(f".{boot}.lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=fd)
+    except (OSError, ValueError):
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _age(fd: int, name: str) -> float:
+    try:
+        return time.time() - os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+_open_folders: weakref.WeakSet[Folder] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for folder in list(_open_folders):
+        folder.forget()
+
+
+# A process forked off would keep the lock held after the engine is dead, and nobody would sweep what it left.
+os.register_at_fork(after_in_child=_forget_all)

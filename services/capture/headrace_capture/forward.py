@@ -27,7 +27,8 @@ class Forward:
     """One forward's states.
 
     The rows of `pieces`, in order, are the first rows of the tensors; rows beyond are padding. `token_ids` is [T] of
-    an integer dtype, `boundaries` are k tensors [T, D], low to high, `final` is [T, D]; all lie on one device.
+    an integer dtype, `boundaries` are k tensors [T, D], low to high, or one tensor [T, k*D] in which they lie side by
+    side, `final` is [T, D]; all lie on one device, and are ready in the caller's current stream.
     """
 
     pieces: tuple[Piece, ...]

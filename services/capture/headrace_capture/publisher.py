@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +21,8 @@ from headrace_capture.batching import Batch, Cut
 from headrace_capture.dumpfile import DumpFile, EngineFacts
 from headrace_capture.folder import Folder
 from headrace_capture.ring import Ring, Slot
-from headrace_capture.rows import RowShape, Views
+from headrace_capture.room import Room
+from headrace_capture.rows import Rows, RowShape
 from headrace_capture.stats import Accumulator
 from headrace_capture.writer import Writer
 
@@ -28,6 +31,7 @@ logger = logging.getLogger("headrace.capture")
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 _WAITING_NOTICES = 10_000  # for each writer; beyond them a loss is only counted
 _KEPT_NOTICES = 4096  # notices that nobody took away make room for newer ones
+_MEASURE_EVERY = 0.05  # seconds; a filesystem that fills is noticed before the timer looks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +50,7 @@ class Counts:
     buffer_bytes: int
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Dump:
     """A request that is being written.
 
@@ -63,11 +67,11 @@ class _Dump:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filled:
-    """A batch in a slot; on a GPU the slot is full when `arrived` has happened."""
+    """A batch in a slot of the ring; on a GPU the rows are there when `arrived` has happened."""
 
     batch: Batch
     slot: Slot
-    views: Views
+    rows: Rows
     arrived: torch.cuda.Event | None
 
 
@@ -75,32 +79,44 @@ class Publisher:
     """The requests between their first row and their end.
 
     Each request belongs to one writer thread, so its file needs no lock and its jobs stay in order. `lock` guards
-    the books, here and in the assembly whose `conclude` is called under it; nobody holds it while a file is written
-    or a slot waited for.
+    the books, here and in the assembly whose `conclude` is called under it. The scheduler's thread takes it, so
+    nobody holds it for longer than a few statements: never while a file is written, a filesystem asked, a line
+    logged or a slot waited for. `enter_thread` is called in each writer thread before its first job.
     """
 
     def __init__(
         self,
         folder: Folder,
+        room: Room,
         facts: EngineFacts,
         shape: RowShape,
         ring: Ring,
         *,
         writers: int,
         conclude: Callable[[str], None],
+        enter_thread: Callable[[], None],
     ) -> None:
         self.lock = threading.RLock()
         self._folder = folder
+        self._room = room
         self._facts = facts
         self._shape = shape
         self._ring = ring
         self._conclude = conclude
-        self._writers = [Writer(f"headrace-capture-{number}") for number in range(writers)]
         self._dumps: dict[str, _Dump] = {}
         self._notices: deque[str] = deque()
         self._lost: Counter[str] = Counter()
         self._published = 0
         self._published_bytes = 0
+        self._unsaid: Counter[str] = Counter()
+        self._last = self._trace = ""
+        self._writers: list[Writer] = []
+        try:
+            for number in range(writers):
+                self._writers.append(Writer(f"headrace-capture-{number}", enter_thread))
+        except RuntimeError:  # no more threads can be had
+            self.end()
+            raise
 
     def counts(self, *, ignored: int, half_assembled: int) -> Counts:
         """The books, with what the caller counts."""
@@ -115,46 +131,38 @@ class Publisher:
             )
 
     def open(self, places: Sequence[Place], weight_version: str) -> list[Loss]:
-        """Open the requests whose first rows came, but not those that the folder has no room for.
-
-        Room is what the filesystem has, less what open requests were promised and have not taken.
-        """
+        """Open the requests whose first rows came, but not those that the folder has no room for."""
         losses: list[Loss] = []
-        with self.lock:
-            try:
-                free = self._folder.free_bytes()
-            except OSError as error:
-                detail = f"the dump folder: {error}"
-                return [Loss(request=p.request, reason=Reason.INTERNAL, detail=detail) for p in places if p.first]
-            promised = sum(dump.file.unreserved for dump in self._dumps.values())
-            for place in places:
-                if not place.first:
-                    continue
-                file = DumpFile(self._folder, self._facts, place.request, place.tokens, weight_version)
-                if file.size > free - promised:
-                    detail = f"the dump needs {file.size} bytes, the folder has {free} and {promised} are promised"
-                    losses.append(Loss(request=place.request, reason=Reason.NO_ROOM, detail=detail))
-                    continue
-                promised += file.size
-                self._dumps[place.request] = _Dump(
-                    request=place.request, file=file, stats=Accumulator(self._shape), writer=self._least_loaded()
-                )
+        for place in places:
+            if not place.first:
+                continue
+            if problem := self._room.problem:
+                losses.append(Loss(request=place.request, reason=Reason.INTERNAL, detail=problem))
+                continue
+            file = DumpFile(self._folder, self._room, self._facts, place.request, place.tokens, weight_version)
+            if refusal := self._room.promise(file.size):
+                losses.append(Loss(request=place.request, reason=Reason.NO_ROOM, detail=refusal))
+                continue
+            dump = _Dump(request=place.request, file=file, stats=Accumulator(self._shape), writer=self._least_loaded())
+            with self.lock:
+                self._dumps[place.request] = dump
         return losses
 
     def is_open(self, request: str) -> bool:
         """Whether the request is neither published nor lost."""
         return request in self._dumps
 
-    def write(self, cut: Cut, filled: Filled) -> None:
-        """Queue a cut of a filled slot, of which it gives up its share when written."""
-        with self.lock:
-            dump = self._dumps.get(cut.place.request)
-            if dump is not None:
-                dump.started = True
-        if dump is None:
-            self._release(filled)
-        else:
-            dump.writer.put(partial(self._write, dump, cut, filled), cut.rows * self._shape.row_bytes)
+    def write(self, cuts: Sequence[Cut], filled: Filled) -> None:
+        """Queue cuts of a filled slot, each of which gives up its share of the slot when written."""
+        for cut in cuts:
+            with self.lock:
+                dump = self._dumps.get(cut.place.request)
+                if dump is not None:
+                    dump.started = True
+            if dump is None:
+                self._ring.release(filled.slot)
+            else:
+                dump.writer.put(partial(self._write, dump, cut, filled), cut.rows * self._shape.row_bytes)
 
     def lose(self, loss: Loss) -> None:
         """Conclude a request as lost: its file is removed and a notice left, by its writer thread."""
@@ -173,48 +181,72 @@ class Publisher:
             self.lose(loss)
             return True
 
+    def report(self) -> None:
+        """Log what was lost since the last report, in one line however much it was."""
+        with self.lock:
+            unsaid, last, trace = self._unsaid, self._last, self._trace
+            self._unsaid, self._trace = Counter(), ""
+        if unsaid:
+            counted = ", ".join(f"{reason} {count}" for reason, count in sorted(unsaid.items()))
+            logger.warning("requests were lost (%s), the last one: %s%s", counted, last, trace and f"\n{trace}")
+
     def flush(self, deadline: float) -> bool:
         """Wait until the writers have nothing to do, or until `deadline`."""
         return all(writer.wait_idle(deadline) for writer in self._writers)
 
-    def stop(self, deadline: float) -> bool:
-        """End the writer threads after what is queued; False when one did not end in time."""
-        ended = [writer.stop(deadline) for writer in self._writers]
-        return all(ended)
+    def end(self) -> None:
+        """End the writer threads after what is queued."""
+        for writer in self._writers:
+            writer.end()
+
+    def join(self, deadline: float) -> bool:
+        """Wait for the end of the writer threads; False when one did not end by `deadline`."""
+        return all(writer.join(deadline) for writer in self._writers)
 
     def _least_loaded(self) -> Writer:
         return min(self._writers, key=lambda writer: writer.load)
 
     def _count_loss(self, loss: Loss, dump: _Dump | None) -> None:
         self._lost[loss.reason.value] += 1
+        self._unsaid[loss.reason.value] += 1
+        self._last = f"{loss.request}: {loss.detail}"
         writer = self._least_loaded() if dump is None else dump.writer
         if writer.waiting < _WAITING_NOTICES or (dump is not None and dump.started):
             writer.put(partial(self._give_up, dump, loss))
+        elif dump is not None:
+            dump.file.discard()  # nothing is written yet, only promised
 
     def _write(self, dump: _Dump, cut: Cut, filled: Filled) -> None:
         try:
-            if filled.arrived is not None:
-                filled.arrived.synchronize()
             if dump.settled:
                 return
+            if filled.arrived is not None:
+                filled.arrived.synchronize()
             begin = cut.source - filled.batch.begin
-            dump.file.write(cut.at, cut.rows, self._sections(filled, begin, begin + cut.rows))
-            dump.stats.add(filled.views, begin, begin + cut.rows)
-            if cut.completes:
-                self._publish(dump, cut.place)
+            end = begin + cut.rows
+            sections = filled.rows.sections(self._ring.memory, begin, end)
+            dump.stats.add(filled.rows, begin, end)
+            if not cut.completes:
+                dump.file.write(cut.at, cut.rows, sections)
+                return
+            place, stats = cut.place, dump.stats.stats(self._facts.boundaries)
+            if cut.rows == place.tokens:
+                dump.file.write_whole(sections, parts=place.parts, retractions=place.retractions, stats=stats)
+            else:
+                dump.file.write(cut.at, cut.rows, sections)
+                dump.file.seal(parts=place.parts, retractions=place.retractions, stats=stats)
+            self._publish(dump)
         except OSError as error:
             reason = Reason.NO_ROOM if error.errno in _NO_ROOM else Reason.INTERNAL
             self.fail(Loss(request=dump.request, reason=reason, detail=f"writing the dump: {error}"))
-        except Exception as error:  # whatever it is costs this request, not the thread and not the engine
-            logger.exception("writing the dump of %s", dump.request)
+        except BaseException as error:  # noqa: BLE001 - whatever it is costs this request, and nothing else
+            self._trace = traceback.format_exc()
             detail = f"writing the dump: {type(error).__name__}: {error}"
             self.fail(Loss(request=dump.request, reason=Reason.INTERNAL, detail=detail))
         finally:
             self._ring.release(filled.slot)
 
-    def _publish(self, dump: _Dump, place: Place) -> None:
-        stats = dump.stats.stats(self._facts.boundaries)
-        dump.file.seal(parts=place.parts, retractions=place.retractions, stats=stats)
+    def _publish(self, dump: _Dump) -> None:
         with self.lock:
             if dump.settled:
                 return
@@ -222,7 +254,7 @@ class Publisher:
             del self._dumps[dump.request]
         try:
             fresh = dump.file.publish()
-        except OSError as error:
+        except BaseException as error:  # noqa: BLE001 - it is in no book any more: nobody else would count it
             with self.lock:
                 detail = f"publishing the dump: {error}"
                 self._count_loss(Loss(request=dump.request, reason=Reason.INTERNAL, detail=detail), dump)
@@ -233,18 +265,19 @@ class Publisher:
         with self.lock:
             self._published += 1
             self._published_bytes += dump.file.size
+        self._room.measure(time.monotonic(), every=_MEASURE_EVERY)
 
     def _give_up(self, dump: _Dump | None, loss: Loss) -> None:
-        logger.warning("%s is lost (%s): %s", loss.request, loss.reason, loss.detail)
+        notice = Lost(request=loss.request, reason=loss.reason.value, detail=loss.detail, boot=self._folder.boot)
+        name = loss.request + LOST_SUFFIX
         try:
             if dump is not None:
                 dump.file.discard()
-            notice = Lost(request=loss.request, reason=loss.reason.value, detail=loss.detail, boot=self._folder.boot)
-            name = loss.request + LOST_SUFFIX
             if self._folder.put(name, encode_json(notice), replace=False):
                 self._keep_notice(name)
-        except OSError as error:
-            logger.warning("no notice can be left of %s: %s", loss.request, error)
+        except BaseException as error:  # noqa: BLE001 - the loss is counted, and told with the others
+            self._last = f"{loss.request}: {loss.detail}; no notice can be left: {error}"
+        self._room.measure(time.monotonic(), every=_MEASURE_EVERY)
 
     def _keep_notice(self, name: str) -> None:
         with self.lock:
@@ -252,23 +285,3 @@ class Publisher:
             oldest = self._notices.popleft() if len(self._notices) > _KEPT_NOTICES else None
         if oldest is not None:
             self._folder.remove(oldest)
-
-    def _release(self, filled: Filled) -> None:
-        if filled.arrived is None:
-            self._ring.release(filled.slot)
-        else:  # the copy is still under way, and only a writer may wait for it
-            self._least_loaded().put(partial(self._release_when_arrived, filled, filled.arrived))
-
-    def _release_when_arrived(self, filled: Filled, arrived: torch.cuda.Event) -> None:
-        try:
-            arrived.synchronize()
-        finally:
-            self._ring.release(filled.slot)
-
-    def _sections(self, filled: Filled, begin: int, end: int) -> tuple[memoryview, memoryview, memoryview]:
-        rows = filled.batch.rows
-        ids, _norms, aux, final = (
-            filled.slot.memory[low + (high - low) // rows * begin : low + (high - low) // rows * end]
-            for low, high in self._shape.spans(rows)
-        )
-        return ids, aux, final

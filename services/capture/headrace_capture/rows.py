@@ -1,31 +1,16 @@
-"""How a batch of rows lies in a slot, and the copiers that bring it there from the engine's device."""
+"""How a batch of rows lies in a buffer, on the host and on the device alike."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from headrace_capture.batching import Batch
 from headrace_capture.forward import Forward
-from headrace_capture.ring import Slot
+from headrace_capture.ring import ALIGN
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Views:
-    """A slot of n rows: `ids` [n] int64, `norms` [n, k+1] float32, `aux` [n, k*D] and `final` [n, D].
-
-    `norms` are the rows' Euclidean norms, one column per boundary and the final state's last.
-    """
-
-    ids: torch.Tensor
-    norms: torch.Tensor
-    aux: torch.Tensor
-    final: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,163 +22,158 @@ class RowShape:
     dtype: torch.dtype
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of one state of D values."""
-        return self.hidden_size * self.dtype.itemsize
+    def width(self) -> int:
+        """Values of a row's boundaries, k*D."""
+        return self.boundaries * self.hidden_size
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row in a slot: id, norms, boundaries and final."""
-        return 8 + (self.boundaries + 1) * (4 + self.state_bytes)
+        """Bytes of a row in a buffer: id, norms, boundaries and final."""
+        return 8 + (self.boundaries + 1) * (4 + self.hidden_size * self.dtype.itemsize)
 
-    def spans(self, rows: int) -> tuple[tuple[int, int], ...]:
-        """Bytes [begin, end) of ids, norms, aux and final in a slot of `rows` rows."""
-        sizes = (8, 4 * (self.boundaries + 1), self.boundaries * self.state_bytes, self.state_bytes)
-        spans, position = [], 0
-        for size in sizes:
-            spans.append((position, position + size * rows))
-            position += size * rows
-        return tuple(spans)
+    def offsets(self, rows: int) -> tuple[int, int, int, int, int]:
+        """Where ids, norms, aux and final begin in a buffer of `rows` rows, in bytes, and where the last one ends.
 
-    def views(self, slot: Slot, rows: int) -> Views:
-        """See a slot as its tensors."""
-        ids, norms, aux, final = (slot.tensor[begin:end] for begin, end in self.spans(rows))
-        return Views(
-            ids=ids.view(torch.int64),
-            norms=norms.view(torch.float32).view(rows, self.boundaries + 1),
-            aux=aux.view(self.dtype).view(rows, self.boundaries * self.hidden_size),
-            final=final.view(self.dtype).view(rows, self.hidden_size),
-        )
+        Each begins at a multiple of ALIGN, as the device's kernels want it.
+        """
+        item = self.dtype.itemsize
+        norms = _aligned(8 * rows)
+        aux = norms + _aligned(4 * (self.boundaries + 1) * rows)
+        final = aux + _aligned(self.width * item * rows)
+        return 0, norms, aux, final, final + _aligned(self.hidden_size * item * rows)
+
+    def nbytes(self, rows: int) -> int:
+        """Bytes of a buffer of `rows` rows."""
+        return self.offsets(rows)[4]
+
+    def fitting(self, nbytes: int) -> int:
+        """How many rows certainly fit a buffer of `nbytes` bytes."""
+        return max(0, (nbytes - 4 * ALIGN) // self.row_bytes)
 
     def problem(self, forward: Forward, device: torch.device) -> str | None:
         """What is wrong with a forward's tensors, or None."""
-        if any(piece.rows < 0 or piece.prefix < 0 for piece in forward.pieces):
-            return "a piece has a negative number of rows"
-        rows = sum(piece.rows for piece in forward.pieces)
-        states = (*forward.boundaries, forward.final)
-        if len(forward.boundaries) != self.boundaries:
-            return f"the forward has {len(forward.boundaries)} boundaries, the engine declared {self.boundaries}"
-        if forward.token_ids.dim() != 1 or forward.token_ids.is_floating_point():
-            return f"token ids are {forward.token_ids.dtype} {list(forward.token_ids.shape)}, not one row of integers"
-        for state in states:
-            if state.dim() != 2 or state.shape[1] != self.hidden_size or state.dtype != self.dtype:
-                expected = f"{self.dtype} [T, {self.hidden_size}]"
+        rows = 0
+        for piece in forward.pieces:
+            if piece.rows < 0 or piece.prefix < 0:
+                return "a piece has a negative number of rows"
+            rows += piece.rows
+        boundaries, ids = forward.boundaries, forward.token_ids
+        if len(boundaries) not in (1, self.boundaries):
+            return f"the forward has {len(boundaries)} boundaries, the engine declared {self.boundaries}"
+        if ids.dim() != 1 or ids.is_floating_point():
+            return f"token ids are {ids.dtype} {list(ids.shape)}, not one row of integers"
+        width = self.width // len(boundaries)
+        for state, values in (*((boundary, width) for boundary in boundaries), (forward.final, self.hidden_size)):
+            if state.dim() != 2 or state.shape[1] != values or state.dtype != self.dtype:
+                expected = f"{self.dtype} [T, {values}]"
                 return f"a state is {state.dtype} {list(state.shape)}, the engine declared {expected}"
-        if min(len(forward.token_ids), *(len(state) for state in states)) < rows:
-            return f"the pieces have {rows} rows, the tensors {[len(t) for t in (forward.token_ids, *states)]}"
-        if any(tensor.device.type != device.type for tensor in (forward.token_ids, *states)):
-            return f"the states are on {forward.final.device}, the engine declared {device}"
+        tensors = (ids, *boundaries, forward.final)
+        if min(len(tensor) for tensor in tensors) < rows:
+            return f"the pieces have {rows} rows, the tensors {[len(tensor) for tensor in tensors]}"
+        for tensor in tensors:
+            if tensor.device != device:
+                return f"the states are on {tensor.device}, the engine declared {device}"
         return None
 
 
-class Copier(Protocol):
-    """Brings a forward's rows into slots."""
+class Memory:
+    """A buffer, seen as each of the types that lie in it; made once, since every view costs a call into torch."""
 
-    def stage(self, forward: Forward, batches: Sequence[Batch]) -> Sequence[StagedRows]:
-        """Take what is needed of the forward; for a device this ends the reads of the caller's tensors."""
+    __slots__ = ("ids", "norms", "raw", "shape", "states")
 
-    def copy(self, staged: StagedRows, into: Views) -> torch.cuda.Event | None:
-        """Fill a slot; with an event, the slot is full when the event has happened."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedRows:
-    """A batch's rows: ids [n], k boundaries [n, D] each (or one aux [n, k*D]) and final [n, D]."""
-
-    ids: torch.Tensor
-    aux: tuple[torch.Tensor, ...]
-    final: torch.Tensor
+    def __init__(self, shape: RowShape, buffer: torch.Tensor) -> None:
+        """`buffer` is [n] uint8; bytes beyond the last multiple of ALIGN are not used."""
+        self.shape = shape
+        self.raw = buffer[: len(buffer) // ALIGN * ALIGN]
+        self.ids = self.raw.view(torch.int64)
+        self.norms = self.raw.view(torch.float32)
+        self.states = self.raw.view(shape.dtype)
 
 
-def copier(shape: RowShape, device: torch.device) -> Copier:
-    """The copier for an engine's device."""
-    return DeviceCopier(shape, device) if device.type == "cuda" else HostCopier(shape)
+class Rows:
+    """`count` rows that lie in a buffer from byte `begin` on; each tensor is a view, made when it is asked for."""
+
+    __slots__ = ("_aux", "_final", "_ids", "_memory", "_norms", "begin", "count", "end")
+
+    def __init__(self, memory: Memory, begin: int, count: int) -> None:
+        """`begin` is a multiple of ALIGN."""
+        _, norms, aux, final, end = memory.shape.offsets(count)
+        item = memory.shape.dtype.itemsize
+        self._memory = memory
+        self.begin, self.end, self.count = begin, begin + end, count
+        self._ids = begin // 8
+        self._norms = (begin + norms) // 4
+        self._aux = (begin + aux) // item
+        self._final = (begin + final) // item
+
+    def raw(self) -> torch.Tensor:
+        """All bytes, [end - begin] uint8."""
+        return self._memory.raw[self.begin : self.end]
+
+    def ids(self) -> torch.Tensor:
+        """Token ids, [n] int64."""
+        return self._memory.ids.as_strided((self.count,), (1,), self._ids)
+
+    def aux(self) -> torch.Tensor:
+        """The boundaries side by side, [n, k*D]."""
+        width = self._memory.shape.width
+        return self._memory.states.as_strided((self.count, width), (width, 1), self._aux)
+
+    def boundaries(self) -> torch.Tensor:
+        """The boundaries, [n, k, D]."""
+        shape = self._memory.shape
+        size = (self.count, shape.boundaries, shape.hidden_size)
+        return self._memory.states.as_strided(size, (shape.width, shape.hidden_size, 1), self._aux)
+
+    def final(self) -> torch.Tensor:
+        """The final state, [n, D]."""
+        width = self._memory.shape.hidden_size
+        return self._memory.states.as_strided((self.count, width), (width, 1), self._final)
+
+    def norms(self, first: int, last: int) -> torch.Tensor:
+        """Euclidean norms of rows [first, last), [last - first, k+1] float32: per boundary, and the final state's."""
+        columns = self._memory.shape.boundaries + 1
+        offset = self._norms + first * columns
+        return self._memory.norms.as_strided((last - first, columns), (columns, 1), offset)
+
+    def boundary_norms(self) -> torch.Tensor:
+        """The boundaries' norms, [n, k]."""
+        columns = self._memory.shape.boundaries + 1
+        return self._memory.norms.as_strided((self.count, columns - 1), (columns, 1), self._norms)
+
+    def final_norms(self) -> torch.Tensor:
+        """The final state's norms, [n]."""
+        columns = self._memory.shape.boundaries + 1
+        return self._memory.norms.as_strided((self.count,), (columns,), self._norms + columns - 1)
+
+    def states(self, column: int, first: int, last: int) -> torch.Tensor:
+        """Rows [first, last) of one boundary, or with `column` k of the final state, [last - first, D]."""
+        if column == self._memory.shape.boundaries:
+            return self.final()[first:last]
+        return self.boundaries()[first:last, column]
+
+    def sections(self, memory: memoryview, first: int, last: int) -> tuple[memoryview, memoryview, memoryview]:
+        """The bytes of ids, aux and final of rows [first, last) in `memory`, the buffer's own."""
+        shape = self._memory.shape
+        item = shape.dtype.itemsize
+        starts = (8 * self._ids, item * self._aux, item * self._final)
+        widths = (8, item * shape.width, item * shape.hidden_size)
+        ids, aux, final = (
+            memory[start + first * width : start + last * width] for start, width in zip(starts, widths, strict=True)
+        )
+        return ids, aux, final
 
 
-class HostCopier:
-    """Copies on the host: the slot is full when `copy` returns, and nothing else is allocated for the states."""
-
-    def __init__(self, shape: RowShape) -> None:
-        self._shape = shape
-
-    @torch.no_grad()
-    def stage(self, forward: Forward, batches: Sequence[Batch]) -> Sequence[StagedRows]:
-        """Slice the forward's tensors."""
-        return [
-            StagedRows(
-                ids=forward.token_ids[batch.begin : batch.end],
-                aux=tuple(state[batch.begin : batch.end] for state in forward.boundaries),
-                final=forward.final[batch.begin : batch.end],
-            )
-            for batch in batches
-        ]
-
-    @torch.no_grad()
-    def copy(self, staged: StagedRows, into: Views) -> None:
-        """Fill the slot and compute the norms."""
-        into.ids.copy_(staged.ids)
-        torch.cat(staged.aux, dim=1, out=into.aux)
-        into.final.copy_(staged.final)
-        # A CPU's kernel accumulates in float32 anyway, but widening its input first costs five times as much; so the
-        # norm is rounded to the states' dtype here. One that leaves its range is measured again by the accumulator.
-        into.norms.copy_(row_norms(into.aux, into.final, self._shape, None))
+def gather(forward: Forward, batch: Batch, into: Rows) -> None:
+    """Bring a batch's ids and states together in `into`, on the device where they are."""
+    begin, end = batch.begin, batch.end
+    into.ids().copy_(forward.token_ids[begin:end])
+    if len(forward.boundaries) == 1:
+        into.aux().copy_(forward.boundaries[0][begin:end])
+    else:
+        torch.cat([boundary[begin:end] for boundary in forward.boundaries], dim=1, out=into.aux())
+    into.final().copy_(forward.final[begin:end])
 
 
-class DeviceCopier:
-    """Copies from a GPU on a side stream, so that the next forward runs beside it.
-
-    The rows are gathered on the device first. The engine's stream waits for that gathering alone, because the
-    engine may overwrite its static buffers with the next forward; the copy to the host then has its own source.
-    """
-
-    def __init__(self, shape: RowShape, device: torch.device) -> None:
-        self._shape = shape
-        self._device = device
-        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    @torch.no_grad()
-    def stage(self, forward: Forward, batches: Sequence[Batch]) -> Sequence[StagedRows]:
-        """Gather each batch's rows on the device, boundaries side by side."""
-        main = torch.cuda.current_stream(self._device)
-        self._side.wait_stream(main)
-        try:
-            with torch.cuda.stream(self._side):
-                return [
-                    StagedRows(
-                        ids=forward.token_ids[batch.begin : batch.end].to(torch.int64, copy=True),
-                        aux=(torch.cat([state[batch.begin : batch.end] for state in forward.boundaries], dim=1),),
-                        final=forward.final[batch.begin : batch.end].clone(),
-                    )
-                    for batch in batches
-                ]
-        finally:  # also after an out-of-memory half way: earlier gathers still read the engine's tensors
-            main.wait_event(self._side.record_event())
-
-    @torch.no_grad()
-    def copy(self, staged: StagedRows, into: Views) -> torch.cuda.Event:
-        """Start the copies into the pinned slot; the staged tensors may be dropped, the side stream reuses them."""
-        aux = staged.aux[0]
-        with torch.cuda.stream(self._side):
-            norms = row_norms(aux, staged.final, self._shape, torch.float32)
-            into.ids.copy_(staged.ids, non_blocking=True)
-            into.aux.copy_(aux, non_blocking=True)
-            into.final.copy_(staged.final, non_blocking=True)
-            into.norms.copy_(norms, non_blocking=True)
-            # Blocking: a writer sleeps, it does not spin beside the scheduler.
-            arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            arrived.record(self._side)
-        return arrived
-
-
-def row_norms(aux: torch.Tensor, final: torch.Tensor, shape: RowShape, dtype: torch.dtype | None) -> torch.Tensor:
-    """Euclidean norms [n, k+1] of aux [n, k*D] per boundary, and of final [n, D], in `dtype` or the states' own.
-
-    One reduction each, without a second pass for finiteness: a NaN or infinite value makes its row's norm so, and
-    the exact count of such values is left to whoever sees a norm that is not finite.
-    """
-    states = aux.view(-1, shape.boundaries, shape.hidden_size)
-    parts = [
-        torch.linalg.vector_norm(states, dim=-1, dtype=dtype),
-        torch.linalg.vector_norm(final, dim=-1, keepdim=True, dtype=dtype),
-    ]
-    return torch.cat(parts, dim=1)
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN

@@ -7,7 +7,7 @@ import math
 import torch
 
 from headrace.dumps import Stats
-from headrace_capture.rows import RowShape, Views
+from headrace_capture.rows import Rows, RowShape
 
 _BLOCK = 256  # rows that are widened to float64 at once
 
@@ -15,22 +15,25 @@ _BLOCK = 256  # rows that are widened to float64 at once
 class Accumulator:
     """Merges the statistics of a request's parts; a row that was computed twice counts twice."""
 
-    def __init__(self, shape: RowShape) -> None:
-        self._shape = shape
-        self._not_finite = [0] * (shape.boundaries + 1)
-        self._low = [math.inf] * (shape.boundaries + 1)
-        self._high = [-math.inf] * (shape.boundaries + 1)
+    __slots__ = ("_columns", "_high", "_low", "_not_finite")
 
-    def add(self, views: Views, begin: int, end: int) -> None:
-        """Add rows [begin, end) of a slot."""
-        norms = views.norms[begin:end]
-        lows: list[float] = norms.amin(0).tolist()
-        highs: list[float] = norms.amax(0).tolist()
+    def __init__(self, shape: RowShape) -> None:
+        self._columns = shape.boundaries + 1
+        self._not_finite = [0] * self._columns
+        self._low = [math.inf] * self._columns
+        self._high = [-math.inf] * self._columns
+
+    def add(self, rows: Rows, begin: int, end: int) -> None:
+        """Add rows [begin, end) of those that lie in a slot."""
+        norms = rows.norms(begin, end)
+        low_and_high = torch.aminmax(norms, dim=0)
+        lows: list[float] = low_and_high.min.tolist()
+        highs: list[float] = low_and_high.max.tolist()
         for column, (low, high) in enumerate(zip(lows, highs, strict=True)):
             if low > 0 and high < math.inf:  # NaN fails both
                 self._merge(column, low, high)
             else:
-                self._add_exactly(column, norms[:, column], self._states(views, column)[begin:end])
+                self._add_exactly(column, norms[:, column], rows.states(column, begin, end))
 
     def stats(self, boundaries: tuple[int, ...]) -> tuple[Stats, ...]:
         """The statistics so far; the norms are those of finite rows, 0 where there is none."""
@@ -44,11 +47,6 @@ class Accumulator:
             )
             for column, layer in enumerate(layers)
         )
-
-    def _states(self, views: Views, column: int) -> torch.Tensor:
-        if column == self._shape.boundaries:
-            return views.final
-        return views.aux[:, column * self._shape.hidden_size : (column + 1) * self._shape.hidden_size]
 
     def _add_exactly(self, column: int, norms: torch.Tensor, states: torch.Tensor) -> None:
         # A float32 norm of 0 or infinity may be an underflow or overflow of the squares; NaN says that a value is NaN.
