@@ -37,7 +37,7 @@ def main() -> None:
     options = parser.parse_args()
     with _server(options.redis_url) as url:
         bus = Bus.open(url)
-        print(f"redis {bus.server_facts()[0]}, {options.requests} requests, claims of {options.batch}")
+        print(f"redis {bus.server_facts().version}, {options.requests} requests, claims of {options.batch}")
         print(f"{'step':12} {'wall':>8} {'client':>8} {'server':>8}   us per request")
         _measure(bus, options.requests, options.batch)
         bus.close()

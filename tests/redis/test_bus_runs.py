@@ -8,7 +8,18 @@ import pytest
 from headrace.bus import Bus, keys
 from headrace.manifest import Line
 from headrace.runs import Identity
-from tests.support.bus_values import IDENTITY, RUN, claim, make_attempt, make_line, make_spec, start_run
+from tests.support.bus_values import (
+    IDENTITY,
+    RUN,
+    SITE,
+    capture,
+    claim,
+    make_attempt,
+    make_line,
+    make_spec,
+    start_run,
+)
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.redis
 
@@ -219,3 +230,33 @@ def test_every_key_has_a_ttl_or_a_reason(bus: Bus) -> None:
     assert {name.split(":")[-1] for name in found} >= {"pending", "open", "inflight", "credits", "captured", "storing"}
     for name, ttl in found.items():
         assert ttl > 0 or any(fnmatch(name, pattern) for pattern in keys.WITHOUT_TTL), name
+
+
+def test_a_run_may_be_kept_to_one_site_and_is_any_ones_otherwise(bus: Bus) -> None:
+    bus.runs.create(make_spec())
+    view = bus.runs.get(RUN)
+    assert view is not None
+    assert view.only_site == ""
+    bus.runs.keep_to(RUN, SITE)
+    view = bus.runs.get(RUN)
+    assert view is not None
+    assert view.only_site == SITE
+
+
+def test_open_samples_are_counted_by_state(bus: Bus) -> None:
+    assert bus.runs.states(RUN) == {}
+    start_run(bus)
+    first, _ = claim(bus, make_attempt(0), make_attempt(1))
+    capture(bus, first)
+    assert bus.runs.states(RUN) == {"captured": 1, "in_flight": 1, "pending": 3}
+
+
+def test_a_run_that_ended_can_be_forgotten_with_all_its_keys(bus: Bus) -> None:
+    start_run(bus)
+    first, _ = claim(bus, make_attempt(0), make_attempt(1))
+    bus.requests.end(first, burn=True, kind="error", reason="x")
+    bus.runs.cancel(RUN)
+    assert bus.redis.keys(f"hr:run:{RUN}:*")
+    bus.runs.expire(RUN, 0.05)
+    wait_until(lambda: bus.runs.names() == [], 5, "the run to be forgotten")
+    assert bus.redis.keys(f"hr:run:{RUN}*") == []

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from headrace.bus import Bus, keys
+from headrace.bus.values import Unregistered
 from headrace.errors import Unreadable
 from headrace.flow import Load
 from tests.support.bus_values import (
@@ -53,6 +54,27 @@ def test_a_registration_of_the_first_version_publishes_no_final_norm(bus: Bus) -
     bus.sites.register(make_site(), ttl=3600)
     bus.redis.hdel(keys.site(SITE), "final_norm")
     assert bus.sites.registered() == [make_site(final_norm=False)]
+
+
+def test_why_a_site_is_not_registered_is_known_for_a_while_and_until_it_is(bus: Bus) -> None:
+    entry = Unregistered(site=SITE, url="http://127.0.0.1:30000", why="ü: the canary failed")
+    bus.sites.explain(entry, ttl=3600)
+    bus.sites.explain(replace(entry, site="another"), ttl=0.05)
+    wait_until(lambda: bus.sites.unregistered() == [entry], 5, "the other reason to lapse")
+    assert bus.sites.names() == [], "to be known is to have been registered"
+    bus.sites.register(make_site(), ttl=3600)
+    assert bus.sites.unregistered() == []
+    bus.sites.explain(entry, ttl=3600)
+    bus.sites.unregister(SITE)
+    assert bus.sites.unregistered() == []
+
+
+def test_a_reason_of_another_version_is_passed_over(bus: Bus) -> None:
+    entry = Unregistered(site=SITE, url="http://127.0.0.1:30000", why="no card")
+    bus.sites.explain(entry, ttl=3600)
+    for number, value in enumerate((b"{}", b"[]", b"not JSON", b'{"site": "a", "url": "b", "why": "c", "more": 1}')):
+        bus.redis.set(keys.unregistered(f"other{number}"), value)
+    assert bus.sites.unregistered() == [entry]
 
 
 @pytest.mark.parametrize(

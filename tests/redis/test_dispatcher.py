@@ -56,6 +56,18 @@ def test_samples_go_to_the_engine_that_serves_their_run(bus: Bus, tmp_path: Path
         assert all(body["input_ids"] and body["extra_key"] == body["rid"] for body in engine.asked)
 
 
+def test_a_run_that_is_kept_to_one_site_goes_to_no_other(bus: Bus, tmp_path: Path) -> None:
+    with Engine() as engine, Engine() as other:
+        bus.sites.register(other.site("s2"), 3600)
+        submit(bus, tmp_path, [5, 6, 7])
+        bus.runs.keep_to(RUN, engine.site().site)
+        with dispatching(bus):
+            wait_waiting(bus, f"no engine is registered at site {engine.site().site}")
+            bus.sites.register(engine.site(), 3600)
+            wait_until(lambda: len(engine.asked) == 3, what="three requests")
+        assert other.asked == []
+
+
 @pytest.mark.parametrize("change", [{"weight_version": "w-new"}, {"fingerprint": "e-new"}])
 def test_an_engine_that_became_another_gets_nothing_until_it_is_as_before(
     bus: Bus, tmp_path: Path, change: dict[str, Any]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bus import Bus
-from headrace.dumps import ENGINE_FILE
+from headrace.bus import Bus, keys
+from headrace.dumps import ENGINE_FILE, PROBLEM_FILE, EngineProblem, encode_json
 from headrace.ids import RequestId
 from tests.support.server import free_port
 from tests.support.waiting import wait_until
-from tests.support.watched import StubEngine, WatcherProcess, lose, publish, ready, registered
+from tests.support.watched import StubEngine, WatcherProcess, lose, publish, put, ready, registered
 
 pytestmark = pytest.mark.redis
 
@@ -117,3 +117,58 @@ def test_an_engine_that_stops_answering_or_leaves_is_unregistered(
         assert len(engine.canaries) == 2
         (dumps / ENGINE_FILE).unlink()
         wait_until(lambda: not bus.sites.registered(), what="the engine to be unregistered")
+
+
+def test_an_engine_that_says_why_it_captures_nothing_is_quoted_until_another_boot_does(
+    bus: Bus, redis_url: str, dumps: Path, tmp_path: Path, engine: StubEngine
+) -> None:
+    port = free_port()
+    problem = EngineProblem(boot="bootbootboot", problem="Scheduler.run_batch has no parameter batch: upgrade")
+    put(dumps / PROBLEM_FILE, encode_json(problem))
+    with WatcherProcess(dumps, tmp_path, redis_url, engine.url, health_port=port) as watcher:
+        watcher.wait_for("Scheduler.run_batch has no parameter batch")
+        wait_until(lambda: "engine: the engine captures nothing: Sched" in ready(port)[1], what="readiness to say so")
+        (entry,) = wait_until(bus.sites.unregistered, what="the reason in Redis")
+        assert entry.url == engine.url
+        assert entry.why == f"the engine captures nothing: {problem.problem}"
+        assert "is not a dump" not in watcher.text()
+        put(dumps / PROBLEM_FILE, b"not JSON")
+        watcher.wait_for("why cannot be read")
+        (dumps / PROBLEM_FILE).unlink()
+        wait_until(lambda: "engine: no engine has started" in ready(port)[1], what="the notice to be gone")
+        put(dumps / PROBLEM_FILE, encode_json(problem))
+        engine.boot()
+        site = registered(bus)
+        assert site.site == entry.site
+        assert bus.sites.unregistered() == [], "a card counts for more than a notice beside it"
+        assert watcher.stop() == 0
+
+
+def test_why_a_site_is_not_registered_is_in_redis_while_its_watcher_lives(
+    bus: Bus, redis_url: str, dumps: Path, tmp_path: Path, engine: StubEngine
+) -> None:
+    engine.on_canary = lambda request, ids: lose(dumps, request, "prefix_cached")
+
+    def why(word: str) -> None:
+        def said() -> bool:
+            return any(word in entry.why for entry in bus.sites.unregistered())
+
+        wait_until(said, what=f"{word!r} in Redis")
+
+    with WatcherProcess(dumps, tmp_path, redis_url, engine.url) as watcher:
+        why("no engine has started")
+        engine.health = 503
+        engine.boot()
+        why("/health says 503")
+        engine.health = 200
+        why("--disable-radix-cache")
+        assert 0 < bus.redis.pttl(keys.unregistered(bus.sites.unregistered()[0].site)) <= 30_000
+        engine.on_canary = engine.capture
+        registered(bus)
+        assert bus.sites.unregistered() == []
+        engine.on_canary = lambda request, ids: lose(dumps, request, "prefix_cached")
+        engine.boot(boot="secondboot22")
+        why("--disable-radix-cache")
+        assert watcher.stop() == 0
+    assert bus.sites.unregistered() == []
+    assert bus.sites.registered() == []

@@ -13,7 +13,9 @@ from typing import IO
 CLI = "from headrace_cli.main import run; run()"
 
 
-def headrace(*arguments: str | Path, script: str = "cli", **environ: str) -> subprocess.CompletedProcess[str]:
+def headrace(
+    *arguments: str | Path, script: str = "cli", timeout: float = 60.0, **environ: str
+) -> subprocess.CompletedProcess[str]:
     """Run a console script, as a user does."""
     code = f"from headrace_{script}.main import run; run()"
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
@@ -22,7 +24,7 @@ def headrace(*arguments: str | Path, script: str = "cli", **environ: str) -> sub
         env={**clean, **environ},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=timeout,
         check=False,
     )
 

@@ -21,13 +21,25 @@ class Oracle:
         network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self._network = network.eval()
         self._boundaries = boundaries
+        self.layers: int = self._network.config.num_hidden_layers
         self._final = torch.empty(0)
         self._network.model.norm.register_forward_pre_hook(self._catch)
 
-    @torch.inference_mode()
     def states(self, token_ids: list[int]) -> dict[str, Tensor]:
+        *states, final = self.everything(token_ids)
+        return {"aux": torch.cat([states[boundary] for boundary in self._boundaries], dim=1), "final": final}
+
+    @torch.inference_mode()
+    def everything(self, token_ids: list[int]) -> list[Tensor]:
+        """The states [N, D] at every boundary, b from 0 to L."""
         states = self._network(torch.tensor([token_ids]), output_hidden_states=True, use_cache=False).hidden_states
-        return {"aux": torch.cat([states[boundary][0] for boundary in self._boundaries], dim=1), "final": self._final}
+        return [*(state[0] for state in states[:-1]), self._final]  # the last one that it gives is normed
+
+    @torch.inference_mode()
+    def normed(self, states: Tensor) -> Tensor:
+        """What the final norm makes of states [N, D]."""
+        normed: Tensor = self._network.model.norm(states)
+        return normed
 
     def _catch(self, _norm: object, args: tuple[Tensor, ...]) -> None:
         self._final = args[0][0]

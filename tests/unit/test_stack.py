@@ -69,3 +69,13 @@ def test_a_signal_during_a_start_leaves_no_child_unknown(tmp_path: Path) -> None
     stack.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
+
+
+def test_an_engine_that_is_there_already_is_used_and_not_started(tmp_path: Path) -> None:
+    url = "http://127.0.0.1:9"
+    config = StackConfig(folder=tmp_path, model=tmp_path, model_name="", redis_url="redis://x", engine_url=url)
+    stack = Stack(config)
+    stack.start("engine")
+    assert stack.engine_url == url
+    assert not stack.ready("engine")
+    assert stack.stop() == {}

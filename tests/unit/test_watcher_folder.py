@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.dumps import ENGINE_FILE, LOCK_FILE, SITE_FILE
+from headrace.dumps import ENGINE_FILE, LOCK_FILE, PROBLEM_FILE, SITE_FILE
 from headrace.errors import Conflict, UsageError
 from headrace_watcher.folder import DumpFolder, identify, is_known
 from tests.support.stores import make_sample
@@ -122,11 +122,14 @@ def test_only_our_regular_files_are_ours(tmp_path: Path) -> None:
         dump = publish(path, SAMPLE.request(), SAMPLE.token_ids)
         notice = lose(path, SAMPLE.request(1), "evicted")
         (path / ENGINE_FILE).write_text("{}")
+        (path / PROBLEM_FILE).write_text("{}")
         (path / "final_norm.abc.safetensors").write_bytes(b"")
+        (path / "stats.abc.json").write_text("{}")
         (path / f".boot.{SAMPLE.request(2)}.safetensors").write_bytes(b"half")
         foreign = {
             "req_12.safetensors",
             "notes.txt",
+            "stats.json",
             "hr-tale-7-nonce000-12-zzzz.safetensors",
             f"{SAMPLE.request(3)}.safetensors",
             f"{SAMPLE.request(4)}.safetensors",
@@ -159,6 +162,17 @@ def test_the_card_is_seen_to_change(tmp_path: Path) -> None:
         assert folder.scan().card == first
         (tmp_path / ENGINE_FILE).write_text(make_card().boot)
         assert folder.scan().card != first
+
+
+def test_a_problem_notice_is_seen_to_come_and_to_change(tmp_path: Path) -> None:
+    with DumpFolder.open(tmp_path) as folder:
+        assert folder.scan().problem is None
+        (tmp_path / PROBLEM_FILE).write_text("{}")
+        first = folder.scan().problem
+        assert first is not None
+        (tmp_path / PROBLEM_FILE).write_text("{} ")
+        assert folder.scan().problem != first
+        assert folder.scan().card is None
 
 
 def test_every_byte_is_measured_once(tmp_path: Path) -> None:

@@ -126,3 +126,12 @@ def test_an_engine_is_registered_only_after_a_canary_of_its_present_life(steps: 
         if registration.is_registered:
             assert registration.card is not None
             assert registration.card == proven_card
+
+
+def test_what_is_missing_is_the_engine_first_then_the_canary_then_nothing() -> None:
+    assert "no engine has started" in after().missing
+    assert after(lambda registration: registration.see_card(None, "a seam is missing")).missing == "a seam is missing"
+    assert after(card()).missing == "its health was not checked yet"
+    assert after(card(), health()).missing == "not sent yet"
+    assert after(card(), health(), unproven()).missing == "no dump"
+    assert after(card(), health(), proven()).missing == ""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
+from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -16,7 +20,7 @@ from headrace.bus.values import RunState, RunView
 from headrace.errors import Conflict, RunIncomplete, Unavailable, Unreadable, UsageError
 from headrace.settings import load_settings
 from headrace_cli import console
-from headrace_cli.doctor import examine
+from headrace_cli.doctor import Finding, Options, conclude, diagnose, examine
 from headrace_cli.follow import follow
 from headrace_cli.status import BURNT_IN_JSON, NO_RUNS, find_run, print_json, read_runs, report_on, watch
 from headrace_cli.submit import SMOLLM2, submit_run
@@ -183,22 +187,62 @@ def verify(
 
 
 @app.command()
-def doctor() -> None:
-    """Check Redis, the registered engines, their writers and the dispatchers, and say what to change."""
+def doctor(
+    url: Annotated[
+        str, typer.Argument(help="An engine's http://HOST:PORT, to be proven from end to end.", show_default=False)
+    ] = "",
+    model: Annotated[
+        str, typer.Option(help="The served checkpoint's folder; the engine's own path if it is here.")
+    ] = "",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="A new folder for the canaries' rows, which writers reach; one below this folder by default."
+        ),
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the canaries' rows there.")] = False,
+    timeout: Annotated[float, typer.Option(min=1, max=86_400, help="Seconds that the canaries may take.")] = 120.0,
+) -> None:
+    """Check Redis, the registered engines, their writers and the dispatchers, and say what to change.
+
+    With an engine's URL: also its flags, canaries through every part to rows, and these against its own next tokens.
+    """
     settings = load_settings()
-    findings = examine(settings)
-    for finding in findings:
-        mark = Text("ok  ", style="green") if finding.ok else Text("fix ", style="red")
-        fix = "" if finding.ok else f"\n     {console.one_line(finding.fix)}"
-        console.out.print(mark, console.one_line(finding.what) + fix)
-    bad = sum(not finding.ok for finding in findings)
-    if bad:
-        raise Unavailable(f"{bad} of {len(findings)} checks need a change; see above")
+    if not url:
+        findings = _tell(examine(settings))
+        bad = sum(not finding.ok for finding in findings)
+        if bad:
+            raise Unavailable(f"{bad} of {len(findings)} checks need a change; see above")
+        return
+    signal.signal(signal.SIGTERM, _end)  # or the canaries would be left behind
+    found = _tell(diagnose(settings, Options(url=url, model=model, output=output, keep=keep, seconds=timeout)))
+    console.out.print(console.one_line(conclude(found, url)))
 
 
 def _bus() -> closing[Bus]:
     """A bus over the settings' Redis, closed at the end of the block."""
     return closing(Bus.from_settings(load_settings()))
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def _tell(findings: Generator[Finding, None, None]) -> list[Finding]:
+    """Print findings as they come; what makes them is closed also if nobody reads them any more."""
+    told = []
+    with closing(findings), console.out.status("looking"):
+        for finding in findings:
+            _show(finding)
+            told.append(finding)
+    return told
+
+
+def _show(finding: Finding) -> None:
+    mark, style = {True: ("ok  ", "green"), False: ("fix ", "red"), None: ("?   ", "yellow")}[finding.ok]
+    fix = console.one_line(finding.fix)
+    more = {True: "", False: f"\n     {fix}", None: f": {fix}"}[finding.ok]
+    console.out.print(Text(mark, style=style), console.one_line(finding.what) + more)
 
 
 def _show_all(bus: Bus, *, as_json: bool) -> None:

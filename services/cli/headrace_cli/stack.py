@@ -36,8 +36,9 @@ class StackConfig:
     """Where the stack lives and what it serves.
 
     `model` is a checkpoint folder, `model_name` how the engine names it. `redis_url` is a server that is there
-    already; empty starts one in the folder. `engine` are further flags of headrace-engine; `environ` further
-    variables of every service; `dump_dir` defaults to a folder of the stack.
+    already; empty starts one in the folder. `engine_url` is an engine that is there already and dumps into
+    `dump_dir`; empty starts headrace-engine, with `engine` as further flags. `environ` are further variables of every
+    service; `dump_dir` defaults to a folder of the stack.
     """
 
     folder: Path
@@ -46,6 +47,7 @@ class StackConfig:
     redis_url: str = ""
     redis_password: str = ""
     dump_dir: Path | None = None
+    engine_url: str = ""
     engine: tuple[str, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
 
@@ -72,7 +74,7 @@ class Stack:
     @property
     def engine_url(self) -> str:
         """Where the engine listens."""
-        return f"http://127.0.0.1:{self._engine_port}"
+        return self.config.engine_url or f"http://127.0.0.1:{self._engine_port}"
 
     def health_url(self, name: str) -> str:
         """Where a service answers `/metrics`, `/healthz` and `/readyz`."""
@@ -92,6 +94,8 @@ class Stack:
         if name == "redis" and self.config.redis_url:
             self.bus().close()  # or it would be waited for in vain
             return
+        if name == "engine" and self.config.engine_url:
+            return
         command, environ = self._command(name)
         with (self.logs / f"{name}.log").open("ab") as log, _signals_held():
             self._processes[name] = subprocess.Popen(
@@ -102,7 +106,7 @@ class Stack:
                 stderr=subprocess.STDOUT,
                 cwd=self.folder,
                 start_new_session=True,  # Ctrl-C is for the supervisor, which stops the others in order
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     def wait_ready(self, name: str, timeout: float, idle: Callable[[], None] | None = None) -> None:
@@ -280,7 +284,7 @@ def _signals_held() -> Iterator[None]:
             signal.raise_signal(came[0])
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """A supervisor that is killed takes its children along (Linux only; elsewhere they stay)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -168,6 +168,7 @@ class Dispatcher:
                 self._serve(view, sites)
 
     def _serve(self, view: RunView, sites: Sequence[Site]) -> None:
+        sites = [site for site in sites if view.only_site in ("", site.site)]
         problems = {site.site: site.unfit_for(view.spec, view.identity) for site in sites}
         fit = [site for site in sites if not problems[site.site]]
         with self._catalog.reading(view.spec) as inputs:
@@ -175,7 +176,8 @@ class Dispatcher:
                 self._wake.set()
             self._spreader.spread(view, inputs, fit)
         if not sites:
-            what = "no engine is registered: is a watcher running, and did its canary match?"
+            of_it = f" at site {view.only_site}" if view.only_site else ""
+            what = f"no engine is registered{of_it}: is a watcher running, and did its canary match?"
         elif not fit:
             what = "; ".join(f"engine {site.url}: {problems[site.site]}" for site in sites)
         else:

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from headrace import logs
 from headrace.bus.values import Site
-from headrace.dumpfolder import read_card, read_dump, read_lost
-from headrace.dumps import DUMP_SUFFIX, ENGINE_FILE, EngineCard
+from headrace.dumpfolder import read_card, read_dump, read_lost, read_problem
+from headrace.dumps import DUMP_SUFFIX, ENGINE_FILE, PROBLEM_FILE, EngineCard
 from headrace.errors import Unreadable
 from headrace.finalnorm import declared_norm
 from headrace.settings import Settings
 from headrace.verdicts import Reason
 from headrace_watcher.canary import Canary, explain
 from headrace_watcher.engine import EngineClient, Health, Limits
-from headrace_watcher.folder import DumpFolder, Entry, Listing
+from headrace_watcher.folder import DumpFolder, Entry, Listing, Stamp
 from headrace_watcher.registration import Registration, State
 
 log = logs.get(__name__)
@@ -34,7 +34,7 @@ class Admission:
         self._client = client
         self._settings = settings
         self._incarnation = secrets.token_hex(8)
-        self._stamp: tuple[int, int, int] | None = None
+        self._stamps: tuple[Stamp | None, Stamp | None] = (None, None)
         self._canary: Canary | None = None
         self._longest_prompt = UNKNOWN_LIMIT
         self._next_check = 0.0
@@ -99,17 +99,30 @@ class Admission:
                     self._canary = replace(self._canary, answered=True)
 
     def _read_card(self, listing: Listing) -> None:
-        if listing.card == self._stamp:
+        stamps = (listing.card, listing.problem)
+        if stamps == self._stamps:
             return
-        self._stamp = listing.card
+        self._stamps = stamps
         try:
             card = read_card(self._folder.path / ENGINE_FILE)
         except FileNotFoundError:
-            self._become(self.registration.see_card(None))
+            problem = self._read_problem()
+            if problem:
+                log.warning("not registered", problem=problem)
+            self._become(self.registration.see_card(None, problem))
         except Unreadable as error:
             self._become(self.registration.see_card(None, f"engine.json: {error}"))
         else:
             self._become(self.registration.see_card(card))
+
+    def _read_problem(self) -> str:
+        """Why the engine publishes no card, in its own words; empty where it says nothing."""
+        try:
+            return f"the engine captures nothing: {read_problem(self._folder.path / PROBLEM_FILE).problem}"
+        except FileNotFoundError:
+            return ""
+        except Unreadable as error:
+            return f"the engine captures nothing, and why cannot be read: {error}"
 
     def _take(self, entry: Entry, now: float) -> None:
         """Judge a canary's file, and remove it whosever it is: no canary outlives its watcher."""

@@ -13,12 +13,22 @@ from pathlib import Path
 from typing import Self
 
 from headrace.dumpfolder import read_site
-from headrace.dumps import DUMP_SUFFIX, ENGINE_FILE, FILE_MODE, FOLDER_MODE, LOCK_FILE, LOST_SUFFIX, SITE_FILE
+from headrace.dumps import (
+    DUMP_SUFFIX,
+    ENGINE_FILE,
+    FILE_MODE,
+    FOLDER_MODE,
+    LOCK_FILE,
+    LOST_SUFFIX,
+    PROBLEM_FILE,
+    SITE_FILE,
+)
 from headrace.errors import Conflict, InvalidId, Unreadable, UsageError
 from headrace.ids import NONCE_ALPHABET, RequestId
 
 _SITE = re.compile(r"s[a-z0-9]{10}")
-_NORM = re.compile(r"final_norm\..+")
+_OF_A_BOOT = re.compile(r"final_norm\..+|stats\..+\.json")
+Stamp = tuple[int, int, int]  # inode, time of change, size: another one is another file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +46,15 @@ class Entry:
 class Listing:
     """What lies in the folder now.
 
-    `card` changes whenever `engine.json` does; `foreign` are visible names that are nobody's of ours; `sizes` are
-    bytes by inode, hidden files included, each file once however many names it has.
+    `card` changes whenever `engine.json` does, and `problem` whenever `engine.problem.json` does; `foreign` are visible
+    names that are nobody's of ours; `sizes` are bytes by inode, hidden files included, each file once however many
+    names it has.
     """
 
     dumps: tuple[Entry, ...]
     notices: tuple[Entry, ...]
-    card: tuple[int, int, int] | None
+    card: Stamp | None
+    problem: Stamp | None
     foreign: tuple[str, ...]
     sizes: Mapping[int, int]
 
@@ -65,7 +77,7 @@ def identify(name: str) -> tuple[RequestId, str] | None:
 
 def is_known(name: str) -> bool:
     """Whether a file belongs to the plugin or to us without being a dump or a notice."""
-    return name.startswith(".") or name == ENGINE_FILE or _NORM.fullmatch(name) is not None
+    return name.startswith(".") or name in (ENGINE_FILE, PROBLEM_FILE) or _OF_A_BOOT.fullmatch(name) is not None
 
 
 class DumpFolder:
@@ -130,7 +142,7 @@ class DumpFolder:
         notices: list[Entry] = []
         foreign: list[str] = []
         sizes: dict[int, int] = {}
-        card = None
+        stamps: dict[str, Stamp] = {}
         try:
             entries = os.scandir(self.path)
         except OSError as error:
@@ -147,15 +159,22 @@ class DumpFolder:
                 if ours is None or not found.is_file(follow_symlinks=False):
                     if not is_known(found.name):
                         foreign.append(found.name)
-                    elif found.name == ENGINE_FILE:
-                        card = (status.st_ino, status.st_mtime_ns, status.st_size)
+                    elif found.name in (ENGINE_FILE, PROBLEM_FILE):
+                        stamps[found.name] = (status.st_ino, status.st_mtime_ns, status.st_size)
                     continue
                 request, suffix = ours
                 entry = Entry(
                     name=found.name, inode=status.st_ino, nbytes=size, published=status.st_ctime, request=request
                 )
                 (dumps if suffix == DUMP_SUFFIX else notices).append(entry)
-        return Listing(dumps=tuple(dumps), notices=tuple(notices), card=card, foreign=tuple(foreign), sizes=sizes)
+        return Listing(
+            dumps=tuple(dumps),
+            notices=tuple(notices),
+            card=stamps.get(ENGINE_FILE),
+            problem=stamps.get(PROBLEM_FILE),
+            foreign=tuple(foreign),
+            sizes=sizes,
+        )
 
 
 def _make(path: Path) -> None:

@@ -99,13 +99,21 @@ class Registration:
     misses: int = 0
     failures: int = 0
     not_before: float = 0.0
-    engine: str = "no engine has started on this dump folder"
+    engine: str = (
+        "no engine has started on this dump folder: is the plugin in the server's environment, and its "
+        "HEADRACE_DUMP_DIR this folder?"
+    )
     canary: str = "not sent yet"
 
     @property
     def is_registered(self) -> bool:
         """Whether the engine may be given requests."""
         return self.state is State.REGISTERED
+
+    @property
+    def missing(self) -> str:
+        """Why the engine may not be given requests; empty once it may."""
+        return self.engine or self.canary
 
     def see_card(self, card: EngineCard | None, problem: str = "") -> Registration:
         """The engine's card as it is now, or None and why; another card is another life, to be proven anew."""

@@ -7,6 +7,7 @@ import time
 
 from headrace import logs, metrics
 from headrace.bus import Bus
+from headrace.bus.values import Unregistered
 from headrace.errors import Unavailable, UsageError
 from headrace.quarantine import Quarantine
 from headrace.service import Service
@@ -21,6 +22,7 @@ log = logs.get(__name__)
 
 _LONGEST_SLEEP = 0.5  # seconds: SIGTERM is seen within so long
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0  # seconds between attempts at a Redis that is away
+_LONGEST_WHY = 2000  # characters
 
 
 def loop(service: Service) -> None:
@@ -71,6 +73,7 @@ class Watcher:
         self._judge: Judge | None = None
         # A watcher that was killed may have left its registration: the first heartbeat takes it back.
         self._announced = True
+        self._missing = ""  # as it was published
         self._next_beat = 0.0
         self._redis_pause = 0.0
         self._redis_not_before = 0.0
@@ -95,7 +98,7 @@ class Watcher:
         registration = self._admission.registration
         self._service.health.set("engine", registration.engine)
         self._service.health.set("canary", registration.canary)
-        if registration.is_registered is not self._announced:
+        if registration.is_registered is not self._announced or registration.missing != self._missing:
             self._next_beat = now
         if now < self._redis_not_before:
             return
@@ -163,7 +166,10 @@ class Watcher:
             in_flight = 0
             if self._announced:
                 bus.sites.unregister(self._folder.site)
-        self._announced = registration.is_registered
+            why = registration.missing[:_LONGEST_WHY]
+            entry = Unregistered(site=self._folder.site, url=self._settings.engine_url, why=why)
+            bus.sites.explain(entry, self._settings.site_ttl_seconds)
+        self._announced, self._missing = registration.is_registered, registration.missing
         judge.measured(listing)
         judge.hold(listing)
         name = self._folder.site
@@ -191,7 +197,7 @@ class Watcher:
         if self._bus is None:
             return
         try:
-            if self._announced and not self._redis_pause:
+            if not self._redis_pause:
                 self._bus.sites.unregister(self._folder.site)
         except Unavailable as error:
             log.warning("not unregistered; the registration lapses by itself", error=str(error))

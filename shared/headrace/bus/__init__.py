@@ -14,7 +14,7 @@ from headrace.bus.requests import Requests
 from headrace.bus.runs import Runs
 from headrace.bus.scripts import Scripts
 from headrace.bus.sites import Sites
-from headrace.bus.values import Leases
+from headrace.bus.values import Leases, ServerFacts
 from headrace.bus.waiting import until_redis_answers
 from headrace.settings import Settings
 
@@ -82,12 +82,18 @@ class Bus:
             seconds, microseconds = self.redis.time()
             return str(self.redis.info("server")["run_id"]), seconds + microseconds / 1e6
 
-    def server_facts(self) -> tuple[str, str, bool]:
-        """The server's version, its eviction policy (`unknown` where it may not be asked), and whether it persists."""
+    def server_facts(self) -> ServerFacts:
+        """What the server says of itself."""
         with self.guard():
             server, memory = self.redis.info("server"), self.redis.info("memory")
             persistent = bool(self.redis.info("persistence").get("aof_enabled"))
-        return str(server["redis_version"]), str(memory.get("maxmemory_policy", "unknown")), persistent
+        return ServerFacts(
+            version=str(server["redis_version"]),
+            policy=str(memory.get("maxmemory_policy", "unknown")),
+            persistent=persistent,
+            used_bytes=int(memory.get("used_memory", 0)),
+            max_bytes=int(memory.get("maxmemory", 0)),
+        )
 
     def call(self, script: str, *arguments: str | int | float | bytes) -> Any:
         """Run a script."""

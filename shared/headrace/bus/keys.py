@@ -61,6 +61,11 @@ def site(name: str) -> str:
     return f"hr:site:{name}"
 
 
+def unregistered(name: str) -> str:
+    """String with a TTL: why a site whose watcher lives is not registered."""
+    return f"hr:site:{name}:unregistered"
+
+
 def credits(name: str) -> str:
     """Hash: request id -> tokens, bytes, until (ms)."""
     return f"hr:site:{name}:credits"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
@@ -100,6 +101,34 @@ class Runs:
     def cancel(self, name: str) -> RunState | None:
         """Stop for good, until the run is submitted again. Returns the state that holds now."""
         return self._set(name, "cancelled", "", "active", "paused", "rebuilding")
+
+    def keep_to(self, name: str, site: str) -> None:
+        """Have one site alone serve a run that was created and not activated yet."""
+        with self._guard():
+            self._bus.redis.hset(keys.run(name), "only_site", site)
+
+    def states(self, name: str) -> Counter[str]:
+        """How many of the samples that were fed and are not done are in each state. Reads them all: for small runs."""
+        with self._guard():
+            samples: Any = self._bus.redis.hvals(keys.opened(name))
+        return Counter(text(sample).partition("|")[0] for sample in samples)
+
+    def expire(self, name: str, ttl: float) -> None:
+        """Forget a run that has ended `ttl` seconds from now, however it ended."""
+        parts = (
+            keys.pending,
+            keys.opened,
+            keys.in_flight,
+            keys.recording,
+            keys.done,
+            keys.failed,
+            keys.spared,
+            keys.dead,
+        )
+        with self._guard(), self._bus.redis.pipeline() as pipe:
+            for key in (keys.run, *parts):
+                pipe.pexpire(key(name), round(ttl * 1000))
+            pipe.execute()
 
     def feed(self, name: str, cursor: int, entries: Sequence[str]) -> int | None:
         """Make the samples from `cursor` on pending; an entry is empty, or the reason of a rejection.
@@ -233,6 +262,7 @@ def _view(table: dict[str, bytes], pending: int, in_flight: int, fed: int) -> Ru
         in_flight=in_flight,
         fed=fed,
         waiting_for=text("waiting_for"),
+        only_site=text("only_site"),
         created_at=number("created_at") / 1000,
         reopened_at=int(reopened) / 1000 if reopened else None,
         finished_at=int(finished) / 1000 if finished else None,

@@ -10,7 +10,7 @@ import orjson
 
 from headrace.bus import keys
 from headrace.bus.client import text
-from headrace.bus.values import Site
+from headrace.bus.values import Site, Unregistered
 from headrace.errors import Unreadable
 from headrace.flow import Load
 from headrace.tensorfile import ITEM_SIZE
@@ -36,7 +36,23 @@ class Sites:
     def unregister(self, site: str) -> None:
         """No more requests for this engine; what was captured there is still stored."""
         with self._bus.guard():
-            self._bus.redis.delete(keys.site(site))
+            self._bus.redis.delete(keys.site(site), keys.unregistered(site))
+
+    def explain(self, entry: Unregistered, ttl: float) -> None:
+        """Say for `ttl` seconds why a site is not registered; registering it ends that."""
+        with self._bus.guard():
+            self._bus.redis.set(keys.unregistered(entry.site), orjson.dumps(asdict(entry)), px=round(ttl * 1000))
+
+    def unregistered(self) -> list[Unregistered]:
+        """Sites whose watchers say why they do not register. Scans the key space: for people who ask, not for loops."""
+        with self._bus.guard():
+            names = sorted(self._bus.redis.scan_iter(keys.unregistered("*"), count=1000))
+            values: Any = self._bus.redis.mget(names) if names else []
+        found = []
+        for value in values:
+            with suppress(ValueError, TypeError):  # one of another version
+                found.append(Unregistered(**orjson.loads(value or b"")))
+        return found
 
     def names(self) -> list[str]:
         """Ids of all sites that are known, registered or not."""

@@ -19,6 +19,18 @@ _AS_IT_WAS = "bring the engine back as it was, or start another run with a name 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """What the store says of itself: its version, its eviction policy (`unknown` where it may not be asked), whether it
+    persists, and the bytes that it uses and may use, 0 where nothing limits them."""
+
+    version: str
+    policy: str
+    persistent: bool
+    used_bytes: int
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
     """Rows and tokens that were stored per second of late, and the seconds left at that rate."""
 
@@ -53,6 +65,7 @@ class RunView:
     `reasons` counts refused dumps and ended attempts by reason, `rejected_by` and `failed_by` count samples.
     `rate_rows` and `rate_tokens` are what was stored at the time `rate_since`, for a rate over the last half minute or
     so; times are seconds since the epoch. `reopened_at` is when failed samples of the finished run went again.
+    `only_site` is the one site that may serve the run, empty where any does that fits.
     """
 
     spec: RunSpec
@@ -74,6 +87,7 @@ class RunView:
     in_flight: int
     fed: int
     waiting_for: str
+    only_site: str
     created_at: float
     reopened_at: float | None
     finished_at: float | None
@@ -179,6 +193,15 @@ class Site:
         if not problems and (changed := changed_identity(mine, identity)) is not None:
             problems.append(f"{changed.detail}; {_AS_IT_WAS}")
         return "; ".join(problems)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unregistered:
+    """A site whose watcher lives and that takes no requests: the engine that the watcher asks, and what is missing."""
+
+    site: str
+    url: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

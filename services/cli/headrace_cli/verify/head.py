@@ -58,10 +58,21 @@ class Head:
         """The token that ranks first from each of the states [N, D] in float32: int64 [N]."""
         return torch.cat([self._first(final[start : start + _TOKENS]) for start in range(0, len(final), _TOKENS)])
 
+    @torch.inference_mode()
+    def logits(self, final: Tensor) -> Tensor:
+        """The logits [N, V] of a few states [N, D], both in float32."""
+        normed = self._normed(final)
+        parts = (self._head[start : start + _VOCABULARY] for start in range(0, len(self._head), _VOCABULARY))
+        return torch.cat([normed @ part.float().T for part in parts], dim=-1)
+
+    def _normed(self, final: Tensor) -> Tensor:
+        if self._norm is None:
+            return final
+        weight, eps = self._norm
+        return final * torch.rsqrt(final.square().mean(-1, keepdim=True) + eps) * weight
+
     def _first(self, final: Tensor) -> Tensor:
-        if self._norm is not None:
-            weight, eps = self._norm
-            final = final * torch.rsqrt(final.square().mean(-1, keepdim=True) + eps) * weight
+        final = self._normed(final)
         best = torch.full((len(final),), -torch.inf)
         token = torch.zeros(len(final), dtype=torch.int64)
         for start in range(0, len(self._head), _VOCABULARY):
