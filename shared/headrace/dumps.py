@@ -73,7 +73,7 @@ class DumpHeader:
             "weight_version": self.weight_version,
             "model": self.model,
             "engine": self.engine,
-            "stats": json.dumps([asdict(entry) for entry in self.stats]),
+            "stats": json.dumps([_stats_table(entry) for entry in self.stats]),
             "checksum": self.checksum,
         }
 
@@ -192,6 +192,16 @@ def _whole(value: Any) -> int:
     if type(value) is not int:
         raise ValueError(f"{value!r} is not a whole number")
     return value
+
+
+def _stats_table(entry: Stats) -> dict[str, Any]:
+    # Not asdict, which copies deeply: this runs in the engine, for each dump, beside its scheduler.
+    return {
+        "layer": entry.layer,
+        "not_finite": entry.not_finite,
+        "norm_min": entry.norm_min,
+        "norm_max": entry.norm_max,
+    }
 
 
 def _stats(entry: Mapping[str, Any]) -> Stats:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace_capture.plugin.facts import checkpoint_digest, fingerprint, resolved
+from headrace_capture.plugin.facts import checkpoint_digest, fingerprint, forward_rows, resolved
 
 ARGUMENTS: dict[str, Any] = {"version": "0.5.23", "model_path": "org/model", "tp_size": 8}
 
@@ -72,3 +72,18 @@ def test_arguments_are_read_as_they_were_resolved() -> None:
 
     assert resolved(SimpleNamespace(tp_size=2)) == {"tp_size": 2}
     assert resolved(Later(speculative_algorithm="EAGLE3")) == {"speculative_algorithm": None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rows"),
+    [
+        ({"chunked_prefill_size": 8192, "max_prefill_tokens": 16384, "context_length": 32768}, 8192),
+        ({"chunked_prefill_size": -1, "max_prefill_tokens": 16384, "context_length": 32768}, 32768),
+        ({"chunked_prefill_size": None, "max_prefill_tokens": 16384, "context_length": None}, 16384),
+        ({}, None),
+    ],
+)
+def test_the_largest_forward_is_the_chunk_or_where_prompts_are_not_cut_the_longest(
+    arguments: dict[str, Any], rows: int | None
+) -> None:
+    assert forward_rows(arguments) == rows

@@ -14,14 +14,18 @@ WRITERS = "HEADRACE_CAPTURE_WRITERS"
 DEADLINE_SECONDS = "HEADRACE_CAPTURE_DEADLINE_SECONDS"
 MAX_WAIT_SECONDS = "HEADRACE_CAPTURE_MAX_WAIT_SECONDS"
 
+_FORWARDS = 3
+_LEAST, _UNKNOWN, _MOST = 64 << 20, 2 << 30, 12 << 30  # bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureConfig:
     """How an engine captures.
 
-    `dump_dir` is absolute. `buffer_bytes` is the host buffer between the forward and the writer threads, about three
-    forwards (rows x (k + 1) x D x 2 bytes each): one that is computed, one that is launched behind it, one that is
-    written; on a GPU a third of it again in the device's memory. `deadline_seconds` is how long a half-prefilled
+    `dump_dir` is absolute. `buffer_bytes` is the host buffer between the forward and the writer threads; None makes it
+    three of the engine's largest forwards (rows x (k + 1) x D x 2 bytes each): one that is computed, one that is
+    launched behind it, one that is written. On a GPU a third of it is taken again in the device's memory.
+    `deadline_seconds` is how long a half-prefilled
     request may stay without another part. `max_wait_seconds` is the longest that one forward may wait for room in the
     buffer. `remember` bounds the concluded ids whose late parts are recognised.
 
@@ -30,7 +34,7 @@ class CaptureConfig:
     """
 
     dump_dir: Path
-    buffer_bytes: int = 2 << 30
+    buffer_bytes: int | None = None
     writers: int = 4
     deadline_seconds: float = 120.0
     max_wait_seconds: float = 0.05
@@ -39,7 +43,7 @@ class CaptureConfig:
     def __post_init__(self) -> None:
         if not self.dump_dir.is_absolute():
             raise UsageError(f"{DUMP_DIR}={str(self.dump_dir)!r}: give an absolute path")
-        if self.buffer_bytes < 1:
+        if self.buffer_bytes is not None and self.buffer_bytes < 1:
             raise UsageError(f"{BUFFER_BYTES}={self.buffer_bytes}: give the size of about three forwards in bytes")
         if not 1 <= self.writers <= 64:
             raise UsageError(f"{WRITERS}={self.writers}: give 1 to 64 threads")
@@ -49,6 +53,14 @@ class CaptureConfig:
             raise UsageError(f"{MAX_WAIT_SECONDS}={self.max_wait_seconds}: give 0 to 10 seconds")
         if self.remember < 1:
             raise UsageError(f"remember={self.remember}: at least one concluded id must be remembered")
+
+    def buffer_for(self, row_bytes: int, forward_rows: int | None) -> int:
+        """The buffer's bytes, for rows of `row_bytes` in an engine whose forwards have at most `forward_rows`."""
+        if self.buffer_bytes is not None:
+            return self.buffer_bytes
+        if forward_rows is None:
+            return _UNKNOWN
+        return min(max(_FORWARDS * forward_rows * row_bytes, _LEAST), _MOST)
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> CaptureConfig | None:

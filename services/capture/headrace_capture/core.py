@@ -48,7 +48,8 @@ class Capture:
 
     `boundaries` are ascending and read back from the model, `final_state` is `pre_norm` or `post_norm`, `layers` the
     model's layer count, `norm_weight` [D] and `norm_eps` those of its final norm where they can be had; `device` is
-    where the states will lie (`cuda` means the current one). `open_folder` opens the dump folder for a boot.
+    where the states will lie (`cuda` means the current one); `forward_rows` the most rows that a forward of the engine
+    has, by which the buffer is sized unless the configuration does. `open_folder` opens the dump folder for a boot.
 
     On a GPU it takes, once and here, a third of the buffer's bytes in device memory and tries a copy.
 
@@ -72,6 +73,7 @@ class Capture:
         norm_weight: torch.Tensor | None = None,
         norm_eps: float = 0.0,
         device: torch.device | str = "cpu",
+        forward_rows: int | None = None,
         open_folder: Callable[[Path, str], Folder] = Folder,
     ) -> None:
         self.boot = "".join(secrets.choice(NONCE_ALPHABET) for _ in range(_BOOT_LENGTH))
@@ -91,12 +93,13 @@ class Capture:
         self._config = config
         self._device = _indexed(device)
         self._shape = RowShape(boundaries=len(declaration.facts.boundaries), hidden_size=hidden_size, dtype=dtype)
-        if config.buffer_bytes < self._shape.nbytes(1):
+        self._buffer_bytes = config.buffer_for(self._shape.row_bytes, forward_rows)
+        if self._buffer_bytes < self._shape.nbytes(1):
             raise UsageError(
-                f"a capture buffer of {config.buffer_bytes} bytes does not hold a row of {self._shape.nbytes(1)}; "
+                f"a capture buffer of {self._buffer_bytes} bytes does not hold a row of {self._shape.nbytes(1)}; "
                 "raise HEADRACE_CAPTURE_BUFFER_BYTES to about three forwards"
             )
-        self._max_rows = max(1, self._shape.fitting(config.buffer_bytes // _SLOTS_PER_RING))
+        self._max_rows = max(1, self._shape.fitting(self._buffer_bytes // _SLOTS_PER_RING))
         self._assembly = Assembly(deadline=config.deadline_seconds, remember=config.remember)
         self._meter = Meter()
         self._ignored = 0
@@ -107,7 +110,7 @@ class Capture:
             self._folder = open_folder(config.dump_dir, self.boot)
             undo.callback(self._folder.close)
             self._copier = copier(self._shape, self._device, self._max_rows)
-            self._ring = Ring(config.buffer_bytes, device=self._device if self._device.type == "cuda" else None)
+            self._ring = Ring(self._buffer_bytes, device=self._device if self._device.type == "cuda" else None)
             undo.callback(self._ring.close)
             self._memory = Memory(self._shape, self._ring.tensor)
             try_copier(self._copier, self._shape, self._memory, self._device, self._max_rows)
@@ -274,7 +277,7 @@ class Capture:
             slot = self._ring.acquire(self._shape.nbytes(batch.rows), len(wanted), deadline)
             self._meter.waited += time.perf_counter() - began
             if slot is None:
-                waited = f"the capture buffer of {self._config.buffer_bytes} bytes had no room"
+                waited = f"the capture buffer of {self._buffer_bytes} bytes had no room"
                 self._fail((cut.place for cut in wanted), Reason.NO_ROOM, waited, dropped)
                 continue
             rows = Rows(self._memory, slot.begin, batch.rows)

@@ -62,6 +62,15 @@ def resolved(server_args: Any) -> Mapping[str, Any]:
     return table
 
 
+def forward_rows(arguments: Mapping[str, Any]) -> int | None:
+    """The most rows that a forward of prompts has: the chunk, or where prompts are not cut the limit of a batch."""
+    chunk = arguments.get("chunked_prefill_size")
+    if isinstance(chunk, int) and chunk > 0:
+        return chunk
+    limits = [arguments.get("max_prefill_tokens"), arguments.get("context_length")]
+    return max((limit for limit in limits if isinstance(limit, int) and limit > 0), default=None)
+
+
 def fingerprint(arguments: Mapping[str, Any], dtype: str) -> str:
     """The line of a server with these arguments; the states' `dtype` is spelled as torch spells it."""
     path = str(arguments["model_path"])

@@ -15,7 +15,7 @@ from headrace.dumps import POST_NORM, PRE_NORM
 from headrace.errors import UsageError
 from headrace_capture.core import Capture
 from headrace_capture.plugin.boundaries import set_boundaries
-from headrace_capture.plugin.facts import Server
+from headrace_capture.plugin.facts import Server, forward_rows
 from headrace_capture.plugin.finalnorm import DeclaredNorm, FinalNormModule, PreNormTap, find_final_norm
 from headrace_capture.plugin.settings import FINAL_STATE, PluginSettings
 from headrace_capture.plugin.states import AuxiliaryOutput, LogitsInput, StateSource
@@ -72,6 +72,7 @@ def open_target(settings: PluginSettings, runner: Any, server: Server, wanted: C
         dtype=runner.dtype,
         norm_weight=None if norm is None else norm.weight,
         norm_eps=0.0 if norm is None else norm.eps,
+        forward_rows=forward_rows(server.arguments),
         device=torch.device("cuda", runner.gpu_id) if runner.device == "cuda" else runner.device,
     )
     logger.info(
