@@ -48,9 +48,9 @@ def test_a_bad_value_names_its_variable(name: str, value: str) -> None:
         CaptureConfig.from_environ({"HEADRACE_DUMP_DIR": "/dump", name: value})
 
 
-def test_a_buffer_that_is_not_given_holds_three_of_the_engine_s_forwards_within_bounds() -> None:
+def test_a_buffer_that_is_not_given_holds_four_of_the_engine_s_forwards_within_bounds() -> None:
     config = CaptureConfig(dump_dir=Path("/dump"))
-    assert config.buffer_for(57_388, 16_384) == 3 * 16_384 * 57_388
+    assert config.buffer_for(57_388, 16_384) == 4 * 16_384 * 57_388
     assert config.buffer_for(57_388, None) == 2 << 30
     assert config.buffer_for(100, 8) == 64 << 20
     assert config.buffer_for(57_388, 1 << 20) == 12 << 30

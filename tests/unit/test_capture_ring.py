@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import random
 import threading
 import time
+from collections import deque
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 from headrace.errors import UsageError
 from headrace_capture.assembly import Place
 from headrace_capture.batching import batches
+from headrace_capture.config import CaptureConfig
 from headrace_capture.ring import ALIGN, Ring, Slot
 
 
@@ -126,3 +130,26 @@ def test_batches_hold_every_row_once_and_only_rows_of_places(
         assert batch.begin == batch.cuts[0].source
     completing = [cut.place.request for batch in made for cut in batch.cuts if cut.completes]
     assert completing == [p.request for p in places if p.complete]
+
+
+def test_the_buffer_that_is_made_for_an_engine_has_room_for_a_launched_forward_beside_two_that_are_held() -> None:
+    rows, row_bytes, lengths = 2048, 64, random.Random(1)
+    ring = Ring(CaptureConfig(dump_dir=Path("/dump")).buffer_for(1 << 20, rows) // (1 << 20) * row_bytes)
+    max_rows = ring.capacity // 6 // row_bytes
+    held: deque[list[Slot]] = deque()
+    rest = 0  # of a prompt that the last forward cut
+    for _ in range(200):
+        places: list[Place] = []
+        row = 0
+        while row < rows:
+            prompt = rest or lengths.randint(64, 448)
+            end = min(row + prompt, rows)
+            rest = row + prompt - end
+            places.append(place(row, 0, end - row))
+            row = end
+        if len(held) > 2:
+            for slot in held.popleft():
+                ring.release(slot)
+        slots = [ring.acquire(batch.rows * row_bytes, 1, now()) for batch in batches(places, max_rows)]
+        assert None not in slots
+        held.append([slot for slot in slots if slot])

@@ -14,7 +14,7 @@ WRITERS = "HEADRACE_CAPTURE_WRITERS"
 DEADLINE_SECONDS = "HEADRACE_CAPTURE_DEADLINE_SECONDS"
 MAX_WAIT_SECONDS = "HEADRACE_CAPTURE_MAX_WAIT_SECONDS"
 
-_FORWARDS = 3
+_FORWARDS = 4
 _LEAST, _UNKNOWN, _MOST = 64 << 20, 2 << 30, 12 << 30  # bytes
 
 
@@ -23,11 +23,11 @@ class CaptureConfig:
     """How an engine captures.
 
     `dump_dir` is absolute. `buffer_bytes` is the host buffer between the forward and the writer threads; None makes it
-    three of the engine's largest forwards (rows x (k + 1) x D x 2 bytes each): one that is computed, one that is
-    launched behind it, one that is written. On a GPU a third of it is taken again in the device's memory.
-    `deadline_seconds` is how long a half-prefilled
-    request may stay without another part. `max_wait_seconds` is the longest that one forward may wait for room in the
-    buffer. `remember` bounds the concluded ids whose late parts are recognised.
+    four of the engine's largest forwards (rows x (k + 1) x D x 2 bytes each): one that is computed, one that is
+    launched behind it, one that is written, and one for what the cuts between requests leave unused. On a GPU a third
+    of it is taken again in the device's memory. `deadline_seconds` is how long a half-prefilled request may stay
+    without another part. `max_wait_seconds` is the longest that one forward may wait for room in the buffer.
+    `remember` bounds the concluded ids whose late parts are recognised.
 
     Raises:
         UsageError: a value is out of range.
@@ -44,7 +44,7 @@ class CaptureConfig:
         if not self.dump_dir.is_absolute():
             raise UsageError(f"{DUMP_DIR}={str(self.dump_dir)!r}: give an absolute path")
         if self.buffer_bytes is not None and self.buffer_bytes < 1:
-            raise UsageError(f"{BUFFER_BYTES}={self.buffer_bytes}: give the size of about three forwards in bytes")
+            raise UsageError(f"{BUFFER_BYTES}={self.buffer_bytes}: give the size of about four forwards in bytes")
         if not 1 <= self.writers <= 64:
             raise UsageError(f"{WRITERS}={self.writers}: give 1 to 64 threads")
         if not 0 < self.deadline_seconds < float("inf"):

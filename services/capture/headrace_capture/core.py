@@ -97,7 +97,7 @@ class Capture:
         if self._buffer_bytes < self._shape.nbytes(1):
             raise UsageError(
                 f"a capture buffer of {self._buffer_bytes} bytes does not hold a row of {self._shape.nbytes(1)}; "
-                "raise HEADRACE_CAPTURE_BUFFER_BYTES to about three forwards"
+                "raise HEADRACE_CAPTURE_BUFFER_BYTES to about four forwards"
             )
         self._max_rows = max(1, self._shape.fitting(self._buffer_bytes // _SLOTS_PER_RING))
         self._assembly = Assembly(deadline=config.deadline_seconds, remember=config.remember)
