@@ -15,12 +15,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import requests
 
-from headrace.dumpfolder import read_lost
+from headrace.dumpfolder import read_dump, read_lost
 from headrace.dumps import DUMP_SUFFIX, LOST_SUFFIX
 from headrace.generate import read_answer
 from tests.sglang.cases import accounts, provoking
@@ -37,7 +38,7 @@ CONCURRENCY = 12
 FAMILIES, MEMBERS = 40, 6  # prompts of a family share a prefix
 LONGEST = 4 * CHUNK
 OTHERS = 3  # threads
-_WISHES: tuple[dict[str, object], ...] = (
+_WISHES: tuple[dict[str, Any], ...] = (
     {},
     {},
     {"stream": True},
@@ -106,7 +107,7 @@ class Soak:
             self.accounts[prompt.rid] = Account(kind=kind, right=not kind.startswith("other"))
         _SENDERS.get(kind, Soak._plain)(self, prompt, rng)
 
-    def _ask(self, prompt: Prompt, new_tokens: int = 0, timeout: float = 120.0, **more: object) -> None:
+    def _ask(self, prompt: Prompt, new_tokens: int = 0, timeout: float = 120.0, **more: Any) -> None:
         account = self.accounts[prompt.rid]
         try:
             answer = self._rig.client.capture(prompt, new_tokens, timeout, **more)
@@ -128,10 +129,21 @@ class Soak:
         self._ask(prompt, rng.choice((0, 0, 3)), extra_key=None)
 
     def _aborted(self, prompt: Prompt, rng: random.Random) -> None:
-        timer = threading.Timer(rng.random() * 0.5, self._rig.client.abort, (prompt.rid,))
-        timer.start()
+        """Some in the queue, some in the middle, some when it is too late."""
+        delay, halfway = rng.random() * 0.3, rng.random() < 0.7
+
+        def abort() -> None:
+            if halfway:
+                with suppress(AssertionError):  # it has one chunk only, or none is ever computed
+                    self._rig.folder.wait_half(prompt.rid, 3.0)
+            else:
+                time.sleep(delay)
+            self._rig.client.abort(prompt.rid)
+
+        thread = threading.Thread(target=abort)
+        thread.start()
         self._ask(prompt, rng.choice((0, 0, 30)))
-        timer.join()
+        thread.join()
 
     def _gives_up(self, prompt: Prompt, rng: random.Random) -> None:
         self._ask(prompt, rng.choice((0, 0, 200)), timeout=rng.uniform(0.02, 0.4))
@@ -185,6 +197,9 @@ class Soak:
             if account is None:
                 self._strangers.append(f"{path.name} is of no request of this run")
             elif suffix == DUMP_SUFFIX:
+                header = read_dump(path).header
+                self.beside["dumps of several parts"] += header.parts > 1
+                self.beside["dumps with rows that came again"] += header.retractions > 0
                 account.dumps.append(folder.wrong(path))
             else:
                 account.notices.append(read_lost(path).reason)

@@ -16,7 +16,7 @@ from headrace.dumps import POST_NORM, PRE_NORM
 from headrace.finalnorm import norm_file
 from tests.sglang.env import HERE, NEWEST, OLDEST
 from tests.sglang.server import LLAMA_LOGITS, QWEN3_TP2, SMOL, ServerConfig, Servers, SglangServer
-from tests.sglang.values import Truth, assert_near, assert_right, capture, prompts
+from tests.sglang.values import Truth, assert_near, assert_right, capture, prompts, texts
 
 FIVE = ServerConfig(model="qwen3_moe", chunk_tokens=128, boundaries="1,3,4,6,7", final_state=POST_NORM)
 LAYERS = 61
@@ -72,8 +72,8 @@ def test_smollm2_in_float32_has_the_states_of_the_named_boundaries(
 ) -> None:
     card, truth = server.card(), truth_of(server.model)
     assert (card.boundaries, card.final_state, card.layers) == ((2, 15, 27), PRE_NORM, truth.layers)
-    for ordinal, ids in enumerate(prompts((1, 40, 255, 256, 257, 600), vocab=40_000, shared=100)):
-        assert_right(capture(server, ordinal, ids), truth, tolerance=1e-4, apart=0.1)
+    for ordinal, ids in enumerate(texts(server.model, (1, 40, 255, 256, 257, 600))):
+        assert_right(capture(server, ordinal, ids), truth, tolerance=1e-5, apart=1.0)
 
 
 @pytest.mark.served(LLAMA_LOGITS)
@@ -81,7 +81,7 @@ def test_the_logits_adapter_has_the_same_states(server: SglangServer, truth_of: 
     card, truth = server.card(), truth_of(server.model)
     assert (card.boundaries, card.final_state, card.layers) == ((2, 4, 5), PRE_NORM, 8)
     for ordinal, ids in enumerate(prompts((1, 40, 127, 128, 129, 500), shared=100)):
-        assert_right(capture(server, ordinal, ids), truth, tolerance=1e-4, apart=0.1)
+        assert_right(capture(server, ordinal, ids), truth, tolerance=1e-5, apart=1.0)
 
 
 @pytest.mark.served(FIVE)
@@ -93,7 +93,7 @@ def test_five_boundaries_of_a_mixture_of_experts_and_its_post_norm_state(
     for ordinal, ids in enumerate(prompts((1, 40, 129, 500), shared=100)):
         captured = capture(server, ordinal, ids)
         assert len(captured.boundaries) == 5
-        assert_right(captured, truth, tolerance=1e-4, apart=0.1)
+        assert_right(captured, truth, tolerance=1e-5, apart=1.0)
 
 
 @pytest.mark.served(QWEN3_TP2)
@@ -103,7 +103,7 @@ def test_bfloat16_on_two_ranks_rounds_and_keeps_its_boundaries(
     card, truth = server.card(), truth_of(server.model)
     assert (card.boundaries, card.final_state, card.dtype) == ((2, 4, 5), PRE_NORM, "BF16")
     for ordinal, ids in enumerate(prompts((1, 40, 128, 129, 500), shared=100)):
-        assert_near(capture(server, ordinal, ids), truth, tolerance=0.03, apart=0.1)
+        assert_near(capture(server, ordinal, ids), truth, tolerance=0.05, apart=0.2)
 
 
 @pytest.mark.parametrize(

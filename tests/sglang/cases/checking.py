@@ -63,9 +63,9 @@ class Folder:
         """Whether some of a request's rows came, and not all."""
         return any(rid in path.name for path in self.path.glob(".*.part"))
 
-    def wait_half(self, rid: str) -> None:
+    def wait_half(self, rid: str, timeout: float = SECONDS) -> None:
         """Wait until the request is in the middle of its chunks."""
-        wait_until(lambda: self.is_half(rid), SECONDS, f"the first rows of {rid}")
+        wait_until(lambda: self.is_half(rid), timeout, f"the first rows of {rid}")
 
     def wait_published(self, rid: str) -> Path:
         """Wait for a request's dump and leave it where it is."""
