@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test test-unit test-redis test-pipeline test-formats chaos strategies check fmt clean
+.PHONY: help install demo test test-unit test-redis test-pipeline test-formats test-sglang chaos strategies overhead check fmt clean
 
 help:  ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -37,11 +37,18 @@ test-pipeline: install  ## Tests of the services as processes
 test-formats: install  ## Load datasets with the trainers' own classes; their environments are kept in ~/.cache/headrace
 	$(BIN)/pytest tests/formats
 
+test-sglang: install  ## The plugin inside real SGLang servers on a CPU; their environments are kept in ~/.cache/headrace
+	$(BIN)/python -m tests.sglang.env
+	$(BIN)/pytest -n 0 tests/sglang
+
 chaos: install  ## Kill and stop every process in the middle of a run, and check every row: CHAOS="--samples 3000 --faults 150"
 	$(BIN)/python -m bench.chaos $(CHAOS)
 
 strategies: install  ## Three common ways of pairing dumps with samples beside headrace's, against one engine
 	$(BIN)/python -m bench.strategies
+
+overhead: install  ## What capture costs a real SGLang server: OVERHEAD="--shape 8b --device cuda --python /path/to/its/python"
+	$(BIN)/python -m bench.engine_overhead $(OVERHEAD)
 
 check: install  ## Lint, format, types, direction of imports
 	$(BIN)/ruff check
