@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from headrace.dumps import DumpHeader
 from headrace.reasons import Reason
 from tests.sglang.cases.asking import Prompt
 from tests.sglang.cases.checking import Folder, Reference
 from tests.sglang.cases.rig import CHUNK, MAIN, Rig
-from tests.sglang.models import HIDDEN, LAYERS
+from tests.sglang.models import HIDDEN, LAYERS, Checkpoints
 from tests.support.tiny_models import tiny_llama
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.served(MAIN)
+NORM = "model.norm.weight"
 
 
 class Weights:
@@ -43,9 +46,20 @@ class Weights:
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint like the server's, with other weights."""
-    return tiny_llama(tmp_path_factory.mktemp("other"), layers=LAYERS, hidden=HIDDEN, seed=1)
+def strange(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint like the server's, with other weights throughout."""
+    return tiny_llama(tmp_path_factory.mktemp("weights") / "strange", layers=LAYERS, hidden=HIDDEN, seed=1)
+
+
+@pytest.fixture(scope="module")
+def other(strange: Path, checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One with other weights, but for the final norm's, which an engine declares."""
+    folder = tmp_path_factory.mktemp("weights") / "other"
+    shutil.copytree(strange, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights[NORM] = load_file(checkpoints.get(MAIN.model) / "model.safetensors")[NORM]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 @pytest.fixture
@@ -107,6 +121,18 @@ def test_an_update_between_chunks_is_a_loss(rig: Rig, weights: Weights) -> None:
     assert answer.result().status_code == 200
     lost = rig.take_lost(prompt)
     assert (lost.reason, "weights changed" in lost.detail) == (Reason.INCOMPLETE, True)
+
+
+def test_another_final_norm_than_was_declared_is_a_loss_until_it_is_back(
+    rig: Rig, weights: Weights, strange: Path
+) -> None:
+    weights.load(strange)
+    prompt = rig.prompts.new(CHUNK)
+    assert rig.client.capture(prompt).status_code == 200
+    lost = rig.take_lost(prompt)
+    assert (lost.reason, "final norm" in lost.detail) == (Reason.INTERNAL, True)
+    weights.load(rig.server.model)
+    rig.capture(rig.prompts.of(prompt.ids))
 
 
 def test_another_name_for_the_same_weights(rig: Rig) -> None:
