@@ -75,11 +75,11 @@ def read_stats(path: Path) -> CaptureStats:
 
 
 def _whole(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+    return _whole(value) or (type(value) is float and math.isfinite(value) and value >= 0)
 
 
 def _counts(value: Any) -> bool:

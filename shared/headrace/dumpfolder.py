@@ -6,10 +6,21 @@ import json
 import os
 import re
 import stat
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from headrace.dumps import SITE_FILE, Dump, EngineCard, EngineProblem, Lost, check_schema, decode_metadata
+from headrace.dumps import (
+    POST_NORM,
+    PRE_NORM,
+    SITE_FILE,
+    Dump,
+    EngineCard,
+    EngineProblem,
+    Lost,
+    check_schema,
+    decode_metadata,
+)
 from headrace.errors import Unreadable
 from headrace.finalnorm import FinalNorm, norm_file
 from headrace.records import build
@@ -17,6 +28,8 @@ from headrace.tensorfile import MAX_HEADER, decode_header
 
 _BOOT = re.compile(r"[a-z0-9]{1,64}")
 _MAX_IDS = 8 << 24  # bytes; a sparse file may claim more than there is memory
+_MAX_WIDTH, _MAX_LAYERS, _MAX_NAME = 1 << 20, 1 << 16, 4096
+_DTYPES = ("BF16", "F16", "F32")
 _MAX_NORM = 8 << 20  # bytes; a million float32 weights and a header
 
 
@@ -64,6 +77,8 @@ def read_card(path: Path) -> EngineCard:
     except Unreadable as error:
         raise Unreadable(f"{path.name}: {error}") from error
     _check_boot(path, card.boot)
+    if problem := _implausible(card):
+        raise Unreadable(f"{path.name}: {problem}; restart the engine, or bring it and this service to one version")
     # What an engine says must not lead out of its folder.
     if card.norm_file not in ("", norm_file(card.boot)):
         wanted = f"its final norm is {norm_file(card.boot)}, or none"
@@ -109,6 +124,20 @@ def read_site(folder: Path) -> str | None:
     except FileNotFoundError:
         return None
     return name if name.isalnum() else None
+
+
+def _implausible(card: EngineCard) -> str:
+    """What in a card no engine can mean; empty if nothing. Sizes and memory are reckoned from it."""
+    if not 1 <= card.hidden_size <= _MAX_WIDTH or not 1 <= card.layers <= _MAX_LAYERS:
+        return f"{card.layers} layers of {card.hidden_size} are no model's"
+    ascending = all(low < high for low, high in pairwise(card.boundaries))
+    if not card.boundaries or not ascending or card.boundaries[0] < 0 or card.boundaries[-1] > card.layers:
+        return f"boundaries {str(list(card.boundaries))[:80]} are none of {card.layers} layers"
+    if card.final_state not in (PRE_NORM, POST_NORM) or card.dtype not in _DTYPES:
+        return f"a final state {card.final_state[:40]!r} in {card.dtype[:40]!r} is none that a dump has"
+    if max(map(len, (card.model, card.fingerprint, card.weight_version))) > _MAX_NAME:
+        return f"a name of more than {_MAX_NAME} characters"
+    return ""
 
 
 def _check_boot(path: Path, boot: str) -> None:

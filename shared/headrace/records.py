@@ -38,4 +38,9 @@ def _checked(name: str, annotation: str, value: Any) -> Any:
         return tuple(value)
     if type(value) is not _KINDS.get(annotation):
         raise Unreadable(f"{name} is {str(value)[:40]!r}, not a {annotation}")
+    if isinstance(value, str):
+        try:
+            value.encode()  # JSON can spell half a surrogate pair, which no store takes
+        except UnicodeEncodeError as error:
+            raise Unreadable(f"{name} is {value[:40]!a}, which is no text") from error
     return value

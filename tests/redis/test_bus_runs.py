@@ -237,7 +237,7 @@ def test_a_run_may_be_kept_to_one_site_and_is_any_ones_otherwise(bus: Bus) -> No
     view = bus.runs.get(RUN)
     assert view is not None
     assert view.only_site == ""
-    bus.runs.keep_to(RUN, SITE)
+    bus.runs.keep_to(RUN, SITE, 60)
     view = bus.runs.get(RUN)
     assert view is not None
     assert view.only_site == SITE

@@ -60,7 +60,7 @@ def test_a_run_that_is_kept_to_one_site_goes_to_no_other(bus: Bus, tmp_path: Pat
     with Engine() as engine, Engine() as other:
         bus.sites.register(other.site("s2"), 3600)
         submit(bus, tmp_path, [5, 6, 7])
-        bus.runs.keep_to(RUN, engine.site().site)
+        bus.runs.keep_to(RUN, engine.site().site, 60)
         with dispatching(bus):
             wait_waiting(bus, f"no engine is registered at site {engine.site().site}")
             bus.sites.register(engine.site(), 3600)

@@ -86,7 +86,7 @@ def test_a_file_is_taken_by_its_event_long_before_the_next_rescan(
     leases["lease_grace_seconds"] = 2000
     slow = {"rescan_seconds": 500, "heartbeat_seconds": 500, "health_port": port, **leases}
     with WatcherProcess(dumps, tmp_path, redis_url, engine.url, **slow) as watcher:
-        wait_until(lambda: ready(port)[0] == 503 and "redis" not in ready(port)[1], what="the first round")
+        wait_until(lambda: "engine: no engine has started" in ready(port)[1], what="the first round")
         attempts = iter(range(1000))
 
         def taken() -> bool:

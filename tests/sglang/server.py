@@ -18,7 +18,7 @@ import requests
 
 from headrace.dumpfolder import read_card
 from headrace.dumps import ENGINE_FILE, EngineCard
-from headrace_cli.stack import die_with_parent
+from headrace_cli.stack import Stack, StackConfig, die_with_parent
 from tests.sglang.env import NEWEST, OLDEST, Environment
 from tests.support.server import free_port
 from tests.support.waiting import wait_until
@@ -165,6 +165,12 @@ class SglangServer:
     def card(self) -> EngineCard:
         """What the plugin declares; FileNotFoundError where it captures nothing."""
         return read_card(self.dump_dir / ENGINE_FILE)
+
+    def stack(self, folder: Path) -> Stack:
+        """Every service but the engine, in front of this server; leases and limits are the defaults."""
+        return Stack(
+            StackConfig(folder=folder, model=self.model, model_name="", dump_dir=self.dump_dir, engine_url=self.url)
+        )
 
     def get(self, path: str, timeout: float = 30.0) -> requests.Response:
         return requests.get(self.url + path, timeout=timeout)

@@ -8,21 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from headrace_cli.stack import Stack, StackConfig
+from headrace_cli.stack import Stack
 from tests.sglang.server import LLAMA_LOGITS, QWEN3_TP2, SMOL, SglangServer
 from tests.support.commands import headrace
 from tests.support.pipeline import READY_SECONDS, assert_nothing_left, running
 from tests.support.waiting import wait_until
 
 SECONDS = 300.0
-
-
-def stack_of(folder: Path, server: SglangServer) -> Stack:
-    """Every service but the engine, in front of a server."""
-    config = StackConfig(
-        folder=folder / "stack", model=server.model, model_name="", dump_dir=server.dump_dir, engine_url=server.url
-    )
-    return Stack(config)
 
 
 def ask(stack: Stack, server: SglangServer, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -42,7 +34,7 @@ def ask(stack: Stack, server: SglangServer, folder: Path) -> subprocess.Complete
     ],
 )
 def test_a_right_server_gets_a_yes_to_every_part(tmp_path: Path, server: SglangServer, dtype: str) -> None:
-    stack = stack_of(tmp_path, server)
+    stack = server.stack(tmp_path / "stack")
     with running(stack) as bus:
         done = ask(stack, server, tmp_path)
         assert done.returncode == 0, (done.stdout, done.stderr)
@@ -60,7 +52,7 @@ def test_a_right_server_gets_a_yes_to_every_part(tmp_path: Path, server: SglangS
 @pytest.mark.served(replace(LLAMA_LOGITS, flags=("--allow-auto-truncate",)))
 def test_a_flag_in_the_way_is_named_by_plugin_watcher_and_doctor(tmp_path: Path, server: SglangServer) -> None:
     assert server.generate([5, 6, 7], max_new_tokens=1).status_code == 200, "the server itself runs on"
-    stack = stack_of(tmp_path, server)
+    stack = server.stack(tmp_path / "stack")
     with stack:
         for name in ("redis", "watcher", "writer", "dispatcher"):
             stack.start(name)

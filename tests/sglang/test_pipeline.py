@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
-from headrace.bus import Bus
 from headrace.bus.values import RunView
-from headrace_cli.stack import Stack, StackConfig
-from headrace_cli.verify import verify
+from headrace_cli.stack import Stack
 from tests.sglang.server import LLAMA_LOGITS, LLAMA_OLDEST, QWEN3_TP2, SMOL, SglangServer
 from tests.support.commands import headrace
 from tests.support.pipeline import (
@@ -29,17 +25,6 @@ from tests.support.pipeline import (
 
 CONVERSATIONS = 60
 SECONDS = 600.0
-
-
-@contextmanager
-def pipeline(folder: Path, server: SglangServer) -> Iterator[tuple[Stack, Bus]]:
-    """Every service but the engine, in front of a server; leases and limits are the defaults."""
-    config = StackConfig(
-        folder=folder, model=server.model, model_name="", dump_dir=server.dump_dir, engine_url=server.url
-    )
-    stack = Stack(config)
-    with running(stack) as bus:
-        yield stack, bus
 
 
 def assert_no_attempt_was_wasted(stack: Stack, view: RunView) -> None:
@@ -59,7 +44,8 @@ def test_the_60_conversations_on_smollm2_as_a_user_submits_and_verifies_them(
         f'[run]\nname = "real"\ndata = "conversations.jsonl"\noutput = "dataset"\nmodel = "smollm2"\n'
         f'engine_model = "{model}"\nboundaries = "eagle3"\nfinal_state = "pre_norm"\nmax_length = 4096\n'
     )
-    with pipeline(tmp_path / "stack", server) as (stack, bus):
+    stack = server.stack(tmp_path / "stack")
+    with running(stack) as bus:
         redis = {
             "HEADRACE_REDIS_URL": stack.redis_url,
             "HEADRACE_REDIS_PASSWORD_FILE": str(stack.folder / "redis-password"),
@@ -73,10 +59,7 @@ def test_the_60_conversations_on_smollm2_as_a_user_submits_and_verifies_them(
         assert_nothing_left(stack, bus, "real")
     checked = headrace("verify", tmp_path / "dataset", "--all", timeout=SECONDS)
     assert checked.returncode == 0, (checked.stdout, checked.stderr)
-    report = verify(
-        tmp_path / "dataset", model=None, sample=0, all_rows=False, semantic=False, tolerance=None, progress=None
-    )
-    assert (report.ok, report.total, report.stored) == (True, CONVERSATIONS, CONVERSATIONS)
+    assert f"{CONVERSATIONS} stored" in checked.stdout
 
 
 @pytest.mark.parametrize(
@@ -90,7 +73,8 @@ def test_the_60_conversations_on_smollm2_as_a_user_submits_and_verifies_them(
 def test_random_prompts_are_stored_whole_and_right(tmp_path: Path, server: SglangServer, samples: int) -> None:
     data = write_samples(tmp_path / "data.jsonl", samples, longest=600)
     run_file = write_run_file(tmp_path, data, server.model, engine_model=server.card().model)
-    with pipeline(tmp_path / "stack", server) as (stack, bus):
+    stack = server.stack(tmp_path / "stack")
+    with running(stack) as bus:
         submit(bus, run_file)
         view = wait_finished(bus, "test", SECONDS)
         assert_no_attempt_was_wasted(stack, view)

@@ -92,9 +92,10 @@ def server_of(*, native: bool, captures: bool = True, arguments: Mapping[str, An
 class Step:
     """One batch: its kind, what it computes, and what goes unlike the usual way.
 
-    `prompts` overrides a request's prompt length, as for a stub. Without `norm` or `logits` the forward does not call
-    them, as a replayed graph does. `packed` hands the boundaries out as one tensor, `before_norm` the norm's input to
-    the logits processor. Without `residual` the norm is given the sum.
+    `prompts` overrides a request's prompt length, as for a stub; of `refused` requests SGLang computes a stub and says
+    so. Without `norm` or `logits` the forward does not call them, as a replayed graph does. `packed` hands the
+    boundaries out as one tensor, `before_norm` the norm's input to the logits processor. Without `residual` the norm is
+    given the sum.
     """
 
     rows: Sequence[tuple[Prompt, int, int]]
@@ -102,6 +103,7 @@ class Step:
     decode: Sequence[Prompt] = ()
     padding: int = 0
     prompts: Mapping[str, int] | None = None
+    refused: Sequence[Prompt] = ()
     norm: bool = True
     logits: bool = True
     packed: bool = False
@@ -144,7 +146,11 @@ class Scheduler:
     def run(self, step: Step, during: Callable[[], None] = lambda: None) -> Any:
         """Run a batch to its end; returns the forward's output, which answers are made of."""
         requests = [
-            SimpleNamespace(rid=p.rid, origin_input_ids=[0] * (step.prompts or {}).get(p.rid, p.tokens))
+            SimpleNamespace(
+                rid=p.rid,
+                origin_input_ids=[0] * (step.prompts or {}).get(p.rid, p.tokens),
+                to_finish="refused" if any(p is one for one in step.refused) else None,
+            )
             for p in [*(p for p, _, _ in step.rows), *step.decode]
         ]
         batch = SimpleNamespace(forward_mode=SimpleNamespace(name=step.mode), reqs=requests)
@@ -176,6 +182,10 @@ class Scheduler:
     def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
         self._hooks[seams.ABORT](None, None, SimpleNamespace(rid=rid, abort_all=abort_all))
         assert self.capture is None or self.capture.flush(30)
+
+    def is_of_a_request(self, field: str) -> Any:
+        """What the hook changes of SGLang's answer to whether a field of answers is; None where it is left as it is."""
+        return self._hooks[seams.ANSWER_FIELD](False, None, field)
 
     def update_weights(self) -> None:
         self._hooks[_UPDATE](None, "a path")

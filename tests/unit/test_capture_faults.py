@@ -13,8 +13,11 @@ import pytest
 
 from headrace.dumpfolder import read_card
 from headrace.errors import UsageError
+from headrace_capture import publisher
 from headrace_capture.core import Capture
 from headrace_capture.folder import Folder
+from headrace_capture.rows import RowShape
+from headrace_capture.stats import Accumulator
 from tests.support.capture import (
     assert_published,
     dump_path,
@@ -90,6 +93,29 @@ def assert_recovers(capture: Capture, folder: Path) -> None:
     assert_published(folder, prompt(9, ordinal=number[0]))
 
 
+def test_a_half_written_file_that_cannot_be_removed_goes_when_it_can_be(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture, one = start_capture(folder), prompt(20)
+    capture.forward(forward_of([(one, 0, 10)]))
+    assert capture.flush(30)
+    unlink = os.unlink
+
+    def fail(name: str, *, dir_fd: int | None = None) -> None:
+        if str(name).endswith(".part"):
+            raise PermissionError(name)
+        unlink(name, dir_fd=dir_fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", fail)
+        capture.abort(one.rid)
+        assert_nothing_grew(capture)
+        assert lost(folder, one).reason == "aborted"
+        assert leftovers(folder) == [f".{capture.boot}.{one.rid}.part"]
+    wait_until(lambda: not leftovers(folder), what="the file to be gone")
+    capture.close(10)
+
+
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError, PermissionError, SystemExit])
 def test_writers_that_raise_cost_each_request_once_and_the_engine_nothing(
     folder: Path, error: type[BaseException]
@@ -107,6 +133,26 @@ def test_writers_that_raise_cost_each_request_once_and_the_engine_nothing(
     assert open_files() == files
     faulty.raises = None
     assert_recovers(capture, folder)
+    capture.close(10)
+
+
+def test_a_dump_that_cannot_be_opened_costs_its_request_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = start_capture(folder)
+    prompts = [prompt(9, ordinal=ordinal) for ordinal in range(3)]
+    made = iter([None, RuntimeError("provoked"), None])
+
+    def accumulator(shape: RowShape) -> Accumulator:
+        if (error := next(made)) is not None:
+            raise error
+        return Accumulator(shape)
+
+    monkeypatch.setattr(publisher, "Accumulator", accumulator)
+    dropped = capture.forward(forward_of([(one, 0, 9) for one in prompts]))
+    assert dropped == {prompts[1].rid: "dropped:internal"}
+    assert_nothing_grew(capture)
+    assert "provoked" in lost(folder, prompts[1]).detail
+    for one in (prompts[0], prompts[2]):
+        assert_published(folder, one)
     capture.close(10)
 
 

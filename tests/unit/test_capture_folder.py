@@ -4,7 +4,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -16,6 +18,13 @@ from headrace_capture.folder import Folder
 from tests.support.capture import HIDDEN, assert_published, forward_of, prompt, start_capture
 
 BOOT, OTHER = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
+
+
+def raiser(error: type[Exception]) -> Callable[..., NoReturn]:
+    def fail(*_: Any, **__: Any) -> NoReturn:
+        raise error("provoked")
+
+    return fail
 
 
 def names(folder: Path) -> set[str]:
@@ -112,6 +121,56 @@ def test_a_small_file_is_published_whole_and_not_replaced_unless_asked(tmp_path:
     assert (tmp_path / "x").read_bytes() == b"three"
     assert names(tmp_path) == {"x", f".{BOOT}.lock"}
     folder.close()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, OSError])
+@pytest.mark.parametrize("removable", [True, False])
+def test_a_small_file_that_could_not_be_written_is_written_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception], removable: bool
+) -> None:
+    folder = Folder(tmp_path, BOOT)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", raiser(error))
+        if not removable:
+            patch.setattr(os, "unlink", raiser(PermissionError))
+        with pytest.raises(error):
+            folder.put("x", b"one", replace=True)
+    assert names(tmp_path) == {f".{BOOT}.lock"} | (set() if removable else {f".{BOOT}.x.tmp"})
+    assert folder.put("x", b"one", replace=True)
+    assert names(tmp_path) == {"x", f".{BOOT}.lock"}
+    folder.close()
+
+
+def test_what_could_not_be_removed_is_removed_when_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder(tmp_path, BOOT)
+    files = [folder.hidden(name) for name in ("a", "b", "c")]
+    for name in files:
+        (tmp_path / name).touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", raiser(PermissionError))
+        for name in files:
+            folder.remove(name)
+        folder.tidy()
+    assert names(tmp_path) == {*files, f".{BOOT}.lock"}
+    (tmp_path / files[1]).unlink()
+    (tmp_path / files[1]).mkdir()  # which stays in the way, and in nobody's but its own
+    folder.tidy()
+    folder.tidy()
+    assert names(tmp_path) == {files[1], f".{BOOT}.lock"}
+    folder.close()
+
+
+def test_a_dump_that_has_its_name_is_published_though_its_hidden_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Folder(tmp_path, BOOT)
+    hidden = folder.hidden("hr-x.part")
+    (tmp_path / hidden).touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", raiser(PermissionError))
+        assert folder.publish(hidden, "hr-x")
+    folder.close()
+    assert names(tmp_path) == {"hr-x"}
 
 
 def test_links_in_the_folder_are_not_followed(tmp_path: Path) -> None:

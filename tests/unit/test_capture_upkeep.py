@@ -167,11 +167,11 @@ def test_a_folder_that_cannot_be_used_in_its_place_is_told_once_and_left(
 def test_without_room_for_the_statistics_they_come_later(folder: Path) -> None:
     capture = start_capture(folder)
     hidden = folder / f".{capture.boot}.{stats_file(capture.boot)}.tmp"
-    hidden.touch()  # in the way
+    hidden.mkdir()  # in the way
     capture.forward(forward_of([(prompt(40), 39, 40)]))
     assert capture.flush(30)
     assert lost(folder, prompt(40)).reason == "prefix_cached"
-    hidden.unlink()
+    hidden.rmdir()
     stats = wait_until(lambda: (found := read(folder, capture)) and found.forwards and found, what="the file")
     assert replace(stats, waited_ms=0) == replace(capture.stats(), waited_ms=0)
     capture.close(10)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -129,3 +133,45 @@ def test_an_answer_without_one_token_is_none(stub: Answering, answer: bytes) -> 
     stub.answers["/generate"] = (200, answer)
     with pytest.raises(Unavailable, match="/generate"):
         token_of(stub)
+
+
+@contextmanager
+def dripping(head: bytes, drop: bytes, pause: float) -> Iterator[str]:
+    """A listener that answers with a head, and then with one drop after the other for as long as anybody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with suppress(OSError):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(head)
+                    while True:
+                        connection.sendall(drop)
+                        time.sleep(pause)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    thread.join(10)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n"
+
+
+def test_an_answer_that_drips_is_read_no_longer_than_asked() -> None:
+    # Pieces of the answer come sooner than the time-out, which alone would therefore never come.
+    with dripping(HEAD, b" ", 0.02) as url, Server(url, 0.2) as server:
+        with pytest.raises(Unavailable, match=r"does not answer in 0\.2 s"):
+            server.info()
+
+
+def test_an_answer_without_an_end_takes_no_memory_without_an_end() -> None:
+    with dripping(HEAD, b" " * (1 << 20), 0.0) as url, Server(url, 60) as server:
+        with pytest.raises(Unavailable, match="without an end"):
+            server.info()
+
+
+def test_an_answer_that_nests_deeper_than_python_is_no_object(stub: Answering) -> None:
+    stub.answers["/server_info"] = (200, b"[" * 200_000)
+    assert "no JSON object" in problem_of(stub)

@@ -33,6 +33,9 @@ IDS = [5, 6, 7]
 REQUEST = RequestId.make("run1", 4, "aaaaaaaa", IDS)
 BOUNDARIES = (2, 4, 6)
 LAYERS = ("2", "4", "6", "final")
+# Half a surrogate pair, which JSON can spell and no store takes, in what would be a notice and a problem.
+HALF = b'{"boot": "b", "request": "r", "reason": "\\ud800", "detail": "", "problem": "\\ud800", "schema": 1}'
+
 CARD = EngineCard(
     boot="b1",
     model="m",
@@ -241,6 +244,19 @@ def test_a_card_and_a_lost_notice_round_trip(tmp_path: Path) -> None:
         {"boot": "../b1", "norm_file": "final_norm.../b1.safetensors"},
         {"boot": "b\0", "norm_file": "final_norm.b\0.safetensors"},
         {"boot": "", "norm_file": ""},
+        {"model": "m\ud800"},
+        {"fingerprint": "f" * 5000},
+        {"hidden_size": 0},
+        {"hidden_size": 10**30},
+        {"layers": -4},
+        {"boundaries": []},
+        {"boundaries": [4, 2]},
+        {"boundaries": [2, 2]},
+        {"boundaries": [-1, 2]},
+        {"boundaries": [2, 10**30]},
+        {"final_state": "between"},
+        {"dtype": "I64"},
+        {"dtype": "\x1b[31m"},
     ],
 )
 def test_a_wrong_card_is_unreadable_and_named(tmp_path: Path, changes: dict[str, Any]) -> None:
@@ -250,7 +266,7 @@ def test_a_wrong_card_is_unreadable_and_named(tmp_path: Path, changes: dict[str,
         read_card(path)
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b"{}", b'{"schema": 1}'])
+@pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b"{}", b'{"schema": 1}', HALF])
 def test_a_notice_that_is_none_is_unreadable(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "x.lost.json"
     path.write_bytes(data)

@@ -11,6 +11,7 @@ import torch
 from headrace.dumpfolder import read_card, read_dump, read_problem
 from headrace.dumps import ENGINE_FILE, POST_NORM, PRE_NORM, PROBLEM_FILE
 from headrace.reasons import Reason
+from headrace_capture.plugin import target
 from headrace_capture.plugin.session import INFO
 from tests.support.capture import BOUNDARIES, WEIGHTS, assert_published, dump_path, lost, prompt
 from tests.support.scheduler import Decoder, Scheduler, Step, runner_of
@@ -128,6 +129,20 @@ def test_the_stub_of_a_prompt_that_was_refused_as_too_long_is_a_loss(make: Make,
     output = scheduler.run(Step(rows=[(one, 0, 1)], prompts={one.rid: 1}))
     assert lost(folder, one).reason == Reason.INCOMPLETE
     assert answer(output) == ["dropped:incomplete"]
+
+
+def test_the_stub_of_a_refused_prompt_is_a_loss_though_the_prompt_had_one_token_too(make: Make, folder: Path) -> None:
+    scheduler, one, other = make(), prompt(1, ordinal=1), prompt(1, ordinal=2)
+    output = scheduler.run(Step(rows=[(one, 0, 1), (other, 0, 1)], refused=[one]))
+    assert lost(folder, one).reason == Reason.INCOMPLETE
+    assert answer(output) == ["dropped:incomplete", None]
+    assert_published(folder, other)
+
+
+def test_what_is_said_of_a_drop_is_of_the_whole_request(make: Make) -> None:
+    scheduler = make()
+    assert scheduler.is_of_a_request(INFO) is True
+    assert scheduler.is_of_a_request("theirs") is None  # SGLang's own answer stays
 
 
 def test_a_drop_is_said_again_with_the_last_chunk_whose_answer_is_read(make: Make) -> None:
@@ -261,6 +276,18 @@ class Unwilling:
         return [1]
 
     def __set__(self, _owner: Any, _value: Any) -> None: ...
+
+
+def test_an_engine_declares_itself_when_nothing_can_fail_any_more(
+    make: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_norm: Any) -> None:
+        raise MemoryError("provoked")
+
+    monkeypatch.setattr(target, "DeclaredNorm", fail)
+    assert make().capture is None
+    assert "provoked" in read_problem(folder / PROBLEM_FILE).problem
+    assert not (folder / ENGINE_FILE).exists()
 
 
 def test_a_folder_that_cannot_be_used_leaves_the_server_running(folder: Path) -> None:

@@ -124,6 +124,34 @@ def test_each_way_of_missing_is_named(place: str) -> None:
     assert found[3] == f"{place}.method takes ['self', 'batch'], not ['self', 'forward_batch']"
 
 
+class Registry:
+    """SGLang's, of which only the targets are kept."""
+
+    def __init__(self) -> None:
+        self.targets: list[str] = []
+
+    def register(self, target: str, hook: Any, kind: Any) -> None:
+        self.targets.append(target)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_place_without_which_capture_goes_on_is_hooked_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    registry, module = Registry(), ModuleType("sglang.srt.plugins.hook_registry")
+    module.HookRegistry = registry  # type: ignore[attr-defined]
+    module.HookType = dict.fromkeys(("AFTER", "AROUND", "BEFORE"))  # type: ignore[attr-defined]
+    for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(seams, "weight_writers", lambda: ("writer",))
+    monkeypatch.setattr(seams, "missing", lambda some=seams.SEAMS: [] if there or some == seams.SEAMS else ["missing"])
+    monkeypatch.setenv("HEADRACE_DUMP_DIR", "/dump")
+    register()
+    wanted = {*(seam.path for seam in seams.SEAMS if "WeightUpdater" not in seam.path), "writer"}
+    assert set(registry.targets) == wanted | ({seams.ANSWER_FIELD} if there else set())
+
+
 def test_whatever_writes_weights_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     class WeightUpdater:
         def update_weights_from_disk(self) -> None: ...

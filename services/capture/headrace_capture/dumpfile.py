@@ -150,7 +150,7 @@ class DumpFile:
         return self._folder.publish(self._hidden, self._request + DUMP_SUFFIX)
 
     def discard(self) -> None:
-        """Remove the hidden file, if there is one; raises OSError."""
+        """Remove the hidden file, if there is one."""
         promised, self._promised = self._promised, 0
         self._room.give_back(promised)
         if self._descriptor >= 0:

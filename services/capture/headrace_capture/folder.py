@@ -22,6 +22,7 @@ _OF_A_BOOT = (
 )
 _SHARED = {"/tmp", "/var/tmp", "/dev/shm"}
 _NOTICE_AGE = 3600.0  # seconds after which no lease waits for an older boot's notice
+_LITTER = 4096  # names of files that could not be removed; those of older ones the next boot sweeps
 
 
 class Folder:
@@ -39,6 +40,7 @@ class Folder:
         self.path = path
         self.boot = boot
         self._fd = self._lock = -1
+        self._litter: dict[str, None] = {}
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._fd, self._lock = self._open()
@@ -72,16 +74,32 @@ class Folder:
         return True
 
     def remove(self, name: str) -> None:
-        """Remove a file if it is there."""
+        """Remove a file if it is there; one that cannot be removed, as in a read-only folder, is left to `tidy`."""
         try:
             os.unlink(name, dir_fd=self._fd)
         except FileNotFoundError:
             pass
+        except OSError:
+            self._litter[name] = None
+            while len(self._litter) > _LITTER:
+                self._litter.pop(next(iter(self._litter), ""), None)
+
+    def tidy(self) -> None:
+        """Remove what could not be removed before, up to the first file that still cannot; by one thread at a time."""
+        for name in list(self._litter):
+            self._litter.pop(name, None)
+            self.remove(name)
+            if name in self._litter:  # behind the others now
+                return
 
     def put(self, name: str, data: bytes, *, replace: bool) -> bool:
         """Publish a small file whole; without `replace` an existing one stays, and False is returned."""
         hidden = self.hidden(f"{name}.tmp")
-        descriptor = self.create(hidden)
+        try:
+            descriptor = self.create(hidden)
+        except FileExistsError:  # one that failed, and could not be removed then
+            self.remove(hidden)
+            descriptor = self.create(hidden)
         try:
             try:
                 write_all(descriptor, data, 0)
@@ -91,7 +109,7 @@ class Folder:
             if not replace:
                 return self.publish(hidden, name)
             os.rename(hidden, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-        except OSError:
+        except BaseException:
             self.remove(hidden)
             raise
         return True
@@ -119,8 +137,8 @@ class Folder:
     def close(self) -> None:
         """Give the boot's lock up; what lies in the folder stays."""
         if self._lock >= 0:
-            with suppress(OSError):  # a folder that cannot be written keeps the file, which the next boot sweeps
-                self.remove(self.hidden("lock"))
+            self.tidy()
+            self.remove(self.hidden("lock"))  # where the folder cannot be written, the next boot sweeps it
         self.forget()
 
     def forget(self) -> None:

@@ -132,21 +132,8 @@ class Publisher:
 
     def open(self, places: Sequence[Place], weight_version: str) -> list[Loss]:
         """Open the requests whose first rows came, but not those that the folder has no room for."""
-        losses: list[Loss] = []
-        for place in places:
-            if not place.first:
-                continue
-            if problem := self._room.problem:
-                losses.append(Loss(request=place.request, reason=Reason.INTERNAL, detail=problem))
-                continue
-            file = DumpFile(self._folder, self._room, self._facts, place.request, place.tokens, weight_version)
-            if refusal := self._room.promise(file.size):
-                losses.append(Loss(request=place.request, reason=Reason.NO_ROOM, detail=refusal))
-                continue
-            dump = _Dump(request=place.request, file=file, stats=Accumulator(self._shape), writer=self._least_loaded())
-            with self.lock:
-                self._dumps[place.request] = dump
-        return losses
+        firsts = [place for place in places if place.first]
+        return [loss for place in firsts if (loss := self._open(place, weight_version)) is not None]
 
     def is_open(self, request: str) -> bool:
         """Whether the request is neither published nor lost."""
@@ -202,6 +189,21 @@ class Publisher:
     def join(self, deadline: float) -> bool:
         """Wait for the end of the writer threads; False when one did not end by `deadline`."""
         return all(writer.join(deadline) for writer in self._writers)
+
+    def _open(self, place: Place, weight_version: str) -> Loss | None:
+        request = place.request
+        try:
+            if problem := self._room.problem:
+                return Loss(request=request, reason=Reason.INTERNAL, detail=problem)
+            file = DumpFile(self._folder, self._room, self._facts, request, place.tokens, weight_version)
+            dump = _Dump(request=request, file=file, stats=Accumulator(self._shape), writer=self._least_loaded())
+            if refusal := self._room.promise(file.size):
+                return Loss(request=request, reason=Reason.NO_ROOM, detail=refusal)
+        except Exception as error:  # noqa: BLE001 - nobody else knows of the request, and it has to have an end
+            return Loss(request=request, reason=Reason.INTERNAL, detail=f"opening the dump: {error!r}")
+        with self.lock:
+            self._dumps[request] = dump
+        return None
 
     def _least_loaded(self) -> Writer:
         return min(self._writers, key=lambda writer: writer.load)

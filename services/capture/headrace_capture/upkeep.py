@@ -82,6 +82,7 @@ class Upkeep:
             self._report_due = now + _REPORT_EVERY
             self._report()
         self._renew()
+        self._folder.tidy()
         self._room.measure(now)
         if now >= self._stats_due:
             self._stats_due = now + _STATS_EVERY

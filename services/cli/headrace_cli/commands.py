@@ -214,7 +214,9 @@ def doctor(
         if bad:
             raise Unavailable(f"{bad} of {len(findings)} checks need a change; see above")
         return
-    signal.signal(signal.SIGTERM, _end)  # or the canaries would be left behind
+    for number in (signal.SIGTERM, signal.SIGHUP):  # or the canaries would be left behind
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end)
     found = _tell(diagnose(settings, Options(url=url, model=model, output=output, keep=keep, seconds=timeout)))
     console.out.print(console.one_line(conclude(found, url)))
 

@@ -25,6 +25,7 @@ from headrace_dispatcher.rebuild import rebuild
 log = logs.get(__name__)
 
 _PROBE_SECONDS = 3.0
+_FORGET_SECONDS = 3600.0  # `headrace list` shows for so long a run that was ended for somebody who is gone
 _SPARE = 1 << 20  # bytes that must be free beyond two rows before a full destination is tried again
 
 
@@ -67,7 +68,7 @@ class Reaper:
         for view in self._runs.views():
             run = view.spec.run
             with self._runs.isolated(view):
-                self._run(view)
+                self._run(view, now)
             if view.state in ("finished", "cancelled"):
                 ended.add(run)
             else:
@@ -109,8 +110,10 @@ class Reaper:
             self._bus.runs.pause(run, view.reason)
         log.warning("run brought up to its manifest", run=run, learnt=learnt)
 
-    def _run(self, view: RunView) -> None:
+    def _run(self, view: RunView, now: float) -> None:
         run = view.spec.run
+        if view.only_until is not None:
+            self._of_one_site(view, now)
         began = self._rebuilding.get(run)
         if view.state == "rebuilding" and began is not None and time.monotonic() - began >= self._rebuild_after:
             self._rebuild(view)
@@ -127,8 +130,18 @@ class Reaper:
             self._bus.runs.mark_rate(run)
             watch_verdicts(self._bus, view, self._limit)
 
+    def _of_one_site(self, view: RunView, now: float) -> None:
+        """End what whoever wanted the run did not end, and keep nothing of it for longer than itself."""
+        run = view.spec.run
+        if view.state in ("finished", "cancelled"):
+            self._bus.runs.expire_rest(run)
+        elif view.only_until is not None and now > view.only_until:
+            log.warning("a run of somebody who is gone is ended", run=run)
+            self._bus.runs.cancel(run)
+            self._bus.runs.expire(run, _FORGET_SECONDS)
+
     def _record(self, view: RunView, records: list[Unrecorded]) -> None:
-        sites = self._bus.sites.registered()
+        sites = [site for site in self._bus.sites.registered() if view.only_site in ("", site.site)]
         if not sites:
             return  # the lease of the records lapses, and a later pass finds them again
         with self._catalog.reading(view.spec) as inputs:

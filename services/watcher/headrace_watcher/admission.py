@@ -22,6 +22,7 @@ log = logs.get(__name__)
 
 # For an engine that does not tell its limit: over-long prompts are then refused by the engine, one attempt each.
 UNKNOWN_LIMIT = 1 << 20
+_LONGEST_PROBLEM = 1900  # characters: for logs, readiness and Redis
 
 
 class Admission:
@@ -111,14 +112,16 @@ class Admission:
                 log.warning("not registered", problem=problem)
             self._become(self.registration.see_card(None, problem))
         except Unreadable as error:
-            self._become(self.registration.see_card(None, f"engine.json: {error}"))
+            self._become(self.registration.see_card(None, f"the engine's card cannot be read: {error}"))
         else:
             self._become(self.registration.see_card(card))
 
     def _read_problem(self) -> str:
         """Why the engine publishes no card, in its own words; empty where it says nothing."""
         try:
-            return f"the engine captures nothing: {read_problem(self._folder.path / PROBLEM_FILE).problem}"
+            problem = read_problem(self._folder.path / PROBLEM_FILE).problem
+            said = problem if len(problem) <= _LONGEST_PROBLEM else f"{problem[:_LONGEST_PROBLEM]}…"
+            return f"the engine captures nothing: {said or 'it does not say why; see its log'}"
         except FileNotFoundError:
             return ""
         except Unreadable as error:

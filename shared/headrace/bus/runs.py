@@ -21,6 +21,16 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _BATCH = 500  # samples in a call
+_PARTS = (
+    keys.pending,
+    keys.opened,
+    keys.in_flight,
+    keys.recording,
+    keys.done,
+    keys.failed,
+    keys.spared,
+    keys.dead,
+)
 _RATE_MS = 15_000  # between two notes; a rate is over one to two of them
 
 
@@ -102,10 +112,14 @@ class Runs:
         """Stop for good, until the run is submitted again. Returns the state that holds now."""
         return self._set(name, "cancelled", "", "active", "paused", "rebuilding")
 
-    def keep_to(self, name: str, site: str) -> None:
-        """Have one site alone serve a run that was created and not activated yet."""
+    def keep_to(self, name: str, site: str, seconds: float) -> None:
+        """Have one site alone serve a run that was created and not activated yet, and end it after so many seconds.
+
+        Whoever has a run for itself ends it; the end by time is for one that was killed.
+        """
+        until = round((self._bus.server_clock()[1] + seconds) * 1000)
         with self._guard():
-            self._bus.redis.hset(keys.run(name), "only_site", site)
+            self._bus.redis.hset(keys.run(name), mapping={"only_site": site, "only_until": until})
 
     def states(self, name: str) -> Counter[str]:
         """How many of the samples that were fed and are not done are in each state. Reads them all: for small runs."""
@@ -115,20 +129,21 @@ class Runs:
 
     def expire(self, name: str, ttl: float) -> None:
         """Forget a run that has ended `ttl` seconds from now, however it ended."""
-        parts = (
-            keys.pending,
-            keys.opened,
-            keys.in_flight,
-            keys.recording,
-            keys.done,
-            keys.failed,
-            keys.spared,
-            keys.dead,
-        )
         with self._guard(), self._bus.redis.pipeline() as pipe:
-            for key in (keys.run, *parts):
+            for key in (keys.run, *_PARTS):
                 pipe.pexpire(key(name), round(ttl * 1000))
             pipe.execute()
+
+    def expire_rest(self, name: str) -> None:
+        """Have expire with its run what came to it since `expire`, as a row that was stored late leaves it."""
+        with self._guard():
+            left = self._bus.redis.pttl(keys.run(name))
+            if left <= 0:
+                return
+            with self._bus.redis.pipeline() as pipe:
+                for key in _PARTS:
+                    pipe.pexpire(key(name), left)
+                pipe.execute()
 
     def feed(self, name: str, cursor: int, entries: Sequence[str]) -> int | None:
         """Make the samples from `cursor` on pending; an entry is empty, or the reason of a rejection.
@@ -263,6 +278,7 @@ def _view(table: dict[str, bytes], pending: int, in_flight: int, fed: int) -> Ru
         fed=fed,
         waiting_for=text("waiting_for"),
         only_site=text("only_site"),
+        only_until=int(table["only_until"]) / 1000 if "only_until" in table else None,
         created_at=number("created_at") / 1000,
         reopened_at=int(reopened) / 1000 if reopened else None,
         finished_at=int(finished) / 1000 if finished else None,

@@ -65,7 +65,8 @@ class RunView:
     `reasons` counts refused dumps and ended attempts by reason, `rejected_by` and `failed_by` count samples.
     `rate_rows` and `rate_tokens` are what was stored at the time `rate_since`, for a rate over the last half minute or
     so; times are seconds since the epoch. `reopened_at` is when failed samples of the finished run went again.
-    `only_site` is the one site that may serve the run, empty where any does that fits.
+    `only_site` is the one site that may serve the run, empty where any does that fits; such a run is ended at the time
+    `only_until`.
     """
 
     spec: RunSpec
@@ -88,6 +89,7 @@ class RunView:
     fed: int
     waiting_for: str
     only_site: str
+    only_until: float | None
     created_at: float
     reopened_at: float | None
     finished_at: float | None

@@ -19,7 +19,7 @@ from tests.sglang.server import Servers, SglangServer
 from tests.support.filesystems import fill, small_tmpfs
 from tests.support.waiting import wait_until
 
-KIB = 6 * 1024
+KIB = 4 * 1024
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def immutable(place: Path) -> Iterator[None]:
 def test_a_folder_without_any_room(rig: Rig) -> None:
     engine = Unharmed(rig)
     filler = fill(rig.folder.path)
-    lost = engine.capture(60)
+    lost = engine.capture(30)
     engine.assert_steady()
     filler.unlink()
     engine.assert_lost(lost, {Reason.NO_ROOM})
@@ -70,7 +70,7 @@ def test_a_folder_without_any_room(rig: Rig) -> None:
 
 def test_a_folder_that_fills_because_nobody_takes_the_dumps_away(rig: Rig) -> None:
     engine = Unharmed(rig)
-    prompts = engine.capture(80)
+    prompts = engine.capture(60)
     engine.assert_steady()
     whole = [prompt for prompt in prompts if rig.folder.dump_path(prompt.rid).exists()]
     lost = [prompt for prompt in prompts if prompt not in whole]
@@ -101,7 +101,7 @@ def test_a_folder_that_fills_in_the_middle_of_a_prompt(rig: Rig) -> None:
 def test_a_folder_that_cannot_be_written(rig: Rig) -> None:
     engine = Unharmed(rig)
     with immutable(rig.folder.path):
-        lost = engine.capture(60)
+        lost = engine.capture(30)
         engine.assert_steady()
     engine.assert_lost(lost, {Reason.INTERNAL})
     engine.assert_recovers()

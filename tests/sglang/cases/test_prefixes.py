@@ -28,7 +28,7 @@ def test_rows_from_the_cache_are_a_loss(rig: Rig, prefix: int, rest: int) -> Non
     first, second = sharing(rig, prefix, CHUNK, rest)
     assert meta(rig.client.capture(first, extra_key=None))["cached_tokens"] == 0
     rig.take(first)
-    table = meta(rig.client.capture(second, 1, extra_key=None))
+    table = meta(rig.client.capture(second, extra_key=None))
     assert table["cached_tokens"] == prefix - (rest == 0)
     assert f"dropped:{Reason.PREFIX_CACHED}" in table["headrace"]
     assert rig.take_lost(second).reason == Reason.PREFIX_CACHED

@@ -102,6 +102,6 @@ def test_requests_that_generate_are_retracted_by_sglangs_own_switch(rig: Rig) ->
 
 
 def test_requests_that_generate_are_retracted_when_the_cache_is_full(rig: Rig) -> None:
-    prompts, new_tokens = rig.prompts.some(24, CHUNK, 2 * CHUNK), 100
+    prompts, new_tokens = rig.prompts.some(10, 190, 200), 250
     assert sum(len(prompt.ids) + new_tokens for prompt in prompts) > POOL
     assert _generate_together(rig, prompts, new_tokens) > 0

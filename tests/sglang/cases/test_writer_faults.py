@@ -16,7 +16,7 @@ pytestmark = pytest.mark.served(MAIN)
 def test_writer_threads_that_raise(rig: Rig, error: str) -> None:
     engine = Unharmed(rig)
     with rig.provoked(provoking.BROKEN_WRITERS, error):
-        lost = engine.capture(60)
+        lost = engine.capture(30)
     engine.assert_lost(lost, {Reason.INTERNAL})
     rig.folder.remove_notices()
     engine.assert_unharmed()
@@ -37,7 +37,7 @@ def test_writer_threads_that_raise_in_the_middle_of_a_prompt(rig: Rig) -> None:
 
 def test_nobody_takes_the_dumps_away(rig: Rig) -> None:
     engine = Unharmed(rig)
-    prompts = engine.capture(150)
+    prompts = engine.capture(60)
     engine.assert_steady()
     for prompt in prompts:
         rig.take(prompt)

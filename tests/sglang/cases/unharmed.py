@@ -19,7 +19,7 @@ class Unharmed:
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
-        for prompt in self.capture(24):
+        for prompt in self.capture(16):
             rig.take(prompt)
         self._others = [rig.prompts.ids(CHUNK) for _ in range(3)]
         self._answers = self._ask()

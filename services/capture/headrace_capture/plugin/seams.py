@@ -11,12 +11,14 @@ from typing import Any
 _SRT = "sglang.srt"
 _SCHEDULER = f"{_SRT}.managers.scheduler.Scheduler"
 _RUNNER = f"{_SRT}.model_executor.model_runner.ModelRunner"
+_STREAMER = f"{_SRT}.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 RUN_BATCH = f"{_SCHEDULER}.run_batch"
 ABORT = f"{_SCHEDULER}.abort_request"
 LOAD_MODEL = f"{_RUNNER}.load_model"
 INIT_BACKENDS = f"{_RUNNER}.init_attention_backends"  # SGLang's own choice of layers is made in it, after the load
 FORWARD = f"{_RUNNER}.forward"
 LOGITS = f"{_SRT}.layers.logits_processor.LogitsProcessor.forward"
+ANSWER_FIELD = f"{_STREAMER}.is_request_level_customized_info_key"
 UPDATER = f"{_SRT}.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
 # Whatever writes weights: the ways differ between versions, and so do the steps of one way.
@@ -51,6 +53,8 @@ SEAMS = (
     ),
     Seam(path=f"{UPDATER}.update_weights_from_disk"),
 )
+# Where SGLang has these, more can be done (see the session); their absence is no problem.
+OPTIONAL = (Seam(path=ANSWER_FIELD, parameters=("self", "key")),)
 
 
 def missing(seams: tuple[Seam, ...] = SEAMS) -> list[str]:

@@ -74,7 +74,7 @@ class Session:
         """The scheduler runs a batch: keep the real prompt lengths of its requests of ours."""
         if self.capture is not None and batch.forward_mode.name not in _NO_PROMPTS:
             self._prompts = {
-                request.rid: len(request.origin_input_ids)
+                request.rid: _prompt_tokens(request)
                 for request in batch.reqs
                 if request.rid.startswith(_OURS) and is_ours(request.rid)
             }
@@ -114,6 +114,15 @@ class Session:
         except Exception as error:  # the engine must survive whatever goes wrong here
             logger.exception("capturing a forward")
             self._give_up(pieces, f"capturing a forward: {type(error).__name__}: {error}")
+
+    def is_of_a_request(self, key: Any) -> bool:
+        """Whether a field of answers holds what is said of a request as a whole.
+
+        SGLang takes every other field for a value per output token, of which a prefill-only request has none: a server
+        that does not ask (before 0.5.23) answers with an empty list, and that a request was dropped is only in its
+        notice.
+        """
+        return bool(key == INFO)
 
     def aborted(self, request: Any) -> None:
         """The scheduler is told to abort: it takes every request whose id begins so, or all."""
@@ -194,6 +203,12 @@ class Session:
         column = [self._drops.get(piece.rid) for piece in pieces]
         if output is not None and any(column):
             output.customized_info = {**(output.customized_info or {}), INFO: column}
+
+
+def _prompt_tokens(request: Any) -> int:
+    """A request's prompt length; 0 when SGLang refused it, and computes one token 0 under its id instead."""
+    tokens = len(request.origin_input_ids)
+    return 0 if tokens == 1 and getattr(request, "to_finish", None) is not None else tokens
 
 
 def _final(target: Target, states: States) -> torch.Tensor | None:

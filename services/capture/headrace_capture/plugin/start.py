@@ -45,8 +45,10 @@ def _register(settings: PluginSettings) -> None:
     from headrace_capture.plugin.facts import read_server
     from headrace_capture.plugin.session import Session
 
+    absent = {seam.path for seam in seams.OPTIONAL if seams.missing((seam,))}
     for target, hook, kind in hooks(Session(settings), read_server, seams.weight_writers()):
-        HookRegistry.register(target, hook, HookType[kind])
+        if target not in absent:
+            HookRegistry.register(target, hook, HookType[kind])
 
 
 def hooks(session: Session, read: Callable[[Any], Server], writers: Sequence[str]) -> list[Hook]:
@@ -91,6 +93,9 @@ def hooks(session: Session, read: Callable[[Any], Server], writers: Sequence[str
         except Exception:
             logger.exception("an abort")
 
+    def answer_field(result: Any, streamer: Any, key: Any, *_: Any, **__: Any) -> bool | None:
+        return session.is_of_a_request(key) or None  # None leaves the result as it is
+
     def write_weights(*_: Any, **__: Any) -> None:
         session.weights_change()
 
@@ -101,6 +106,7 @@ def hooks(session: Session, read: Callable[[Any], Server], writers: Sequence[str
         (seams.FORWARD, forward, "AROUND"),
         (seams.LOGITS, logits, "BEFORE"),
         (seams.ABORT, abort, "AFTER"),
+        (seams.ANSWER_FIELD, answer_field, "AFTER"),
         *((path, write_weights, "BEFORE") for path in writers),
     ]
 

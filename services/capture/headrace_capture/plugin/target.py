@@ -60,7 +60,9 @@ def open_target(settings: PluginSettings, runner: Any, server: Server, wanted: C
     source = AuxiliaryOutput() if server.native else LogitsInput()
     if not server.captures:
         return Target(runner=runner, boundaries=boundaries, capture=None, source=source, tap=None, norm=None)
-    capture = Capture(
+    declared = None if norm is None else DeclaredNorm(norm)
+    tap = PreNormTap(norm.module, wanted) if norm is not None and final_state == PRE_NORM else None
+    capture = Capture(  # last: once it is open, the engine has declared itself
         settings.capture,
         model=server.model,
         fingerprint=server.fingerprint,
@@ -89,8 +91,8 @@ def open_target(settings: PluginSettings, runner: Any, server: Server, wanted: C
         boundaries=boundaries,
         capture=capture,
         source=source,
-        tap=PreNormTap(norm.module, wanted) if norm is not None and final_state == PRE_NORM else None,
-        norm=None if norm is None else DeclaredNorm(norm),
+        tap=tap,
+        norm=declared,
     )
 
 

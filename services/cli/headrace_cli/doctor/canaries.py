@@ -14,12 +14,13 @@ from types import TracebackType
 from typing import Self
 
 from headrace.bus import Bus
-from headrace.bus.values import RunView, Site
-from headrace.errors import Conflict, HeadraceError, UsageError, VerificationFailed
+from headrace.bus.values import DESTINATION_FULL, RunView, Site
+from headrace.errors import HeadraceError, UsageError, VerificationFailed
 from headrace.formats import FORMATS
 from headrace.reasons import MISMATCHES
 from headrace.runs import RunSpec
 from headrace_cli.doctor.findings import Finding, well, wrong
+from headrace_cli.doctor.folders import SHARED, absolute, make_or_refuse
 from headrace_cli.doctor.prompts import HIGHEST_ID, Prompt
 from headrace_dispatcher.prepare import prepare
 from headrace_dispatcher.rebuild import rebuild
@@ -32,7 +33,7 @@ _LOOK_SECONDS = 0.2
 _PATIENCE_SECONDS = 15.0  # with a run that waits for the same thing all the time
 _LEAVE_SECONDS, _HURRY_SECONDS = 15.0, 3.0  # at most, for what is under way when a run is given up, and on Ctrl-C
 _FORGET_SECONDS = 3600.0  # `headrace list` shows the run for so long
-_SHARED = "give --output a folder that the dispatchers and the site's writers reach under that path, and may write to"
+_SLACK_SECONDS = 60.0  # beyond what the run may take, before a dispatcher ends it for a doctor that was killed
 
 
 class CanaryRun:
@@ -64,20 +65,16 @@ class CanaryRun:
             Conflict: the folder holds something.
             Unavailable: Redis is away.
         """
-        place = (output or Path(f"headrace-{self.name}")).absolute()
-        self._made = _make_or_refuse(place)
+        place = absolute(output or Path(f"headrace-{self.name}"))
+        self._made = make_or_refuse(place)
         self._output = place  # from here on it is ours to remove
         self._keep = keep
-        with tempfile.TemporaryDirectory(prefix="headrace-doctor-") as scratch:
-            run_file = self._run_file(place, Path(scratch))
-            prepared = prepare(run_file, resolve_model=lambda word: None, known_formats=FORMATS)
-        prepared.inputs.close()
-        spec = prepared.spec
+        spec = self._prepared(place)
         if problem := self._site.unfit_for(spec, None):
             raise UsageError(f"{spec.model} is not what site {self._site.site} serves: {problem}; give its --model")
         self._submitted = True
         self._bus.runs.create(spec)
-        self._bus.runs.keep_to(spec.run, self._site.site)
+        self._bus.runs.keep_to(spec.run, self._site.site, self._seconds + _SLACK_SECONDS)
         rebuild(self._bus, spec)
         return spec
 
@@ -112,20 +109,25 @@ class CanaryRun:
         """Cancel the run, wait a moment for what is under way, and remove the folder."""
         over = True
         if self._submitted:
+            # Said in any case: the wait may be broken off.
+            self.left = f"something of run {self.name} is still under way, and ends by itself"
+            self.left += f"; after that remove {self._output}"
             try:
                 over = self._cancel(min(self._seconds, _LEAVE_SECONDS if kind is None else _HURRY_SECONDS))
             except HeadraceError as problem:
                 over = False
                 self.left = f"run {self.name} could not be ended: {problem}; later: headrace cancel {self.name}"
+                self.left += f"; after that remove {self._output}"
         if not over:  # a writer that finds no folder would go on trying
-            self.left = self.left or f"something of run {self.name} is still under way"
-            self.left += f"; then remove {self._output}"
-        elif self._output is not None and not self._keep:
+            return
+        self.left = ""
+        if self._output is not None and not self._keep:
             self._remove(self._output)
 
     def _cancel(self, seconds: float) -> bool:
         """Whether nothing of the run is under way any more."""
         self._bus.runs.cancel(self.name)
+        self._bus.runs.expire(self.name, _FORGET_SECONDS)  # now, should the wait be broken off
         until = time.monotonic() + seconds
         while (over := not self._under_way()) is False and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
@@ -147,6 +149,18 @@ class CanaryRun:
             return
         except OSError as error:
             self.left = f"{error.filename or output} cannot be removed ({error.strerror}); remove {output}"
+
+    def _prepared(self, place: Path) -> RunSpec:
+        """Write the run's inputs into the place."""
+        try:
+            with tempfile.TemporaryDirectory(prefix="headrace-doctor-", ignore_cleanup_errors=True) as scratch:
+                run_file = self._run_file(place, Path(scratch))
+                prepared = prepare(run_file, resolve_model=lambda word: None, known_formats=FORMATS)
+        except OSError as error:
+            why = f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
+            raise UsageError(f"no temporary file can be written ({why}); make room, or set TMPDIR") from error
+        prepared.inputs.close()
+        return prepared.spec
 
     def _run_file(self, output: Path, scratch: Path) -> RunFile:
         """A run as its file would ask for it, and the files that it names."""
@@ -177,14 +191,17 @@ def judge(view: RunView, states: Counter[str], seconds: float) -> Finding:
     refused = next((reason for reason in view.reasons if reason in MISMATCHES), "")
     if refused:
         return wrong(f"{what}, dumps refused: {tries}", explain(refused, "see the watcher's log"), VerificationFailed)
+    if view.state == "paused" and view.reason == DESTINATION_FULL:
+        full = f"{view.reason}: make room in {view.spec.output}, or give --output a folder with more"
+        return wrong(f"{what}, then the run was paused", full)
     if view.state == "paused":
-        return wrong(f"{what}, then the run was paused", f"{view.reason}; {_SHARED}")
+        return wrong(f"{what}, then the run was paused", f"{view.reason}; {SHARED}")
     if view.state == "finished" and not tries and view.stored == view.spec.total:
         return well(f"{what}, through dispatcher, engine, capture, watcher and writer")
     if tries:
         return wrong(f"{what}, attempts that brought no row: {tries}", _advice(next(iter(view.reasons))))
     if view.waiting_for:
-        return wrong(f"{what}, the run waits", f"{view.waiting_for}; {_SHARED}")
+        return wrong(f"{what}, the run waits", f"{view.waiting_for}; {SHARED}")
     return wrong(what, _stuck(view, states))
 
 
@@ -204,19 +221,6 @@ def _stuck(view: RunView, states: Counter[str]) -> str:
     if view.fed == 0 and view.cursor == 0:
         return "no dispatcher read the samples: see its log"
     return "they were not sent: other runs or requests fill the site, or see the dispatcher's log"
-
-
-def _make_or_refuse(output: Path) -> bool:
-    """Whether the folder is made just now; what is removed afterwards must have been empty before."""
-    try:
-        if output.exists():
-            if any(output.iterdir()):
-                raise Conflict(f"{output} is not empty; give --output a new folder")
-            return False
-        output.mkdir(parents=True)
-        return True
-    except OSError as error:
-        raise UsageError(f"{output} cannot be used: {error.strerror}; {_SHARED}") from error
 
 
 def _sample(number: int, prompt: Prompt) -> str:

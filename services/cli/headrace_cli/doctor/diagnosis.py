@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,19 +17,16 @@ from headrace.bus.values import Site
 from headrace.errors import Conflict, HeadraceError, Unavailable, UsageError
 from headrace.runs import RunSpec
 from headrace.settings import Settings
-from headrace_cli.console import human_bytes
+from headrace_cli import console
 from headrace_cli.doctor import surroundings
 from headrace_cli.doctor.canaries import CanaryRun
 from headrace_cli.doctor.findings import Finding, unchecked, well, wrong
+from headrace_cli.doctor.folders import given_checkpoint, served_checkpoint, too_large
 from headrace_cli.doctor.place import at_url
 from headrace_cli.doctor.prompts import Prompt, draw, lengths
 from headrace_cli.doctor.server import Server
-from headrace_cli.submit import resolve_model
 
-# A forward in float32 on this machine's processor: beyond these it is no quick look any more.
-_MOST_WEIGHTS = 4 << 30  # bytes
 _MOST_SECONDS = 60.0  # for one token
-_MOST_WORK = 2e13  # bytes of weights times tokens
 _INSTALL = "call the doctor where headrace[verify] is installed"
 _NEXT_TOKENS = "lm_head(final) against the server's own next tokens"
 
@@ -58,7 +56,7 @@ def diagnose(settings: Settings, options: Options) -> Generator[Finding, None, N
     url = _checked_url(options.url)
     if not math.isfinite(options.seconds):
         raise UsageError(f"--timeout {options.seconds}: give a number of seconds")
-    model = _checked_model(options.model)
+    model = given_checkpoint(options.model)
     with Server(url, min(_MOST_SECONDS, options.seconds)) as server:
         info: Mapping[str, Any] = {}
         try:
@@ -85,15 +83,6 @@ def _checked_url(url: str) -> str:
         return Settings(engine_url=url).engine_url
     except ValueError as error:
         raise UsageError(f"{url!r} is no engine's address; give http://HOST:PORT") from error
-
-
-def _checked_model(model: str) -> Path | None:
-    if not model:
-        return None
-    folder = (resolve_model(model) or Path(model)).absolute()
-    if not (folder / "config.json").is_file():
-        raise UsageError(f"{folder} is no checkpoint folder: it has no config.json; give another --model")
-    return folder
 
 
 def _flags(url: str, info: Mapping[str, Any]) -> Iterator[Finding]:
@@ -124,7 +113,7 @@ class _Diagnosis:
         self._info = info
         self._options = options
         self._dump_dir = settings.dump_dir
-        self._checkpoint, self._no_checkpoint = _checkpoint(info, model)
+        self._checkpoint, self._no_checkpoint = served_checkpoint(info, model)
 
     def findings(self) -> Iterator[Finding]:
         yield from self._from_engine_to_rows()
@@ -166,8 +155,14 @@ class _Diagnosis:
         if missing:
             yield unchecked("a prompt that is longer than the engine's chunk", missing)
         prompts: list[Prompt] = []
+        until = time.monotonic() + self._options.seconds
         try:
             for length in chosen:
+                if time.monotonic() > until:
+                    raise Unavailable(
+                        f"{len(prompts)} of {len(chosen)} came in {self._options.seconds:g} s: it is overloaded; "
+                        "see the engine's log, or give a longer --timeout"
+                    )
                 taken = {prompt.next_token for prompt in prompts}
                 prompts.append(draw(length, secrets.randbelow, self._server.next_token, taken))
         except Unavailable as error:
@@ -178,19 +173,28 @@ class _Diagnosis:
                 f"site {site.site} takes no prompt at all", "raise HEADRACE_MAX_TOKENS or HEADRACE_DUMP_CAP_BYTES"
             )
             return
-        with CanaryRun(self._bus, site, prompts, self._checkpoint, seconds=self._options.seconds) as run:
-            try:
-                spec = run.submit(self._options.output, keep=self._options.keep)
-                outcome = run.wait()
-                yield outcome
-                if outcome.ok:
-                    yield from self._look_at_rows(spec, prompts)
-                if self._options.keep:
-                    yield well(f"the canaries' dataset stays in {spec.output}")
-            except HeadraceError as error:
-                yield wrong("the canaries", str(error), type(error))
+        run = CanaryRun(self._bus, site, prompts, self._checkpoint, seconds=self._options.seconds)
+        try:
+            with run:
+                yield from self._run(run, prompts)
+        except (SystemExit, GeneratorExit):  # stopped, or nobody reads: findings are told no more
+            if run.left:
+                console.err.print(console.one_line(f"left behind: {run.left}"))
+            raise
         if run.left:
             yield well(f"left behind: {run.left}")
+
+    def _run(self, run: CanaryRun, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+        try:
+            spec = run.submit(self._options.output, keep=self._options.keep)
+            outcome = run.wait()
+            yield outcome
+            if outcome.ok:
+                yield from self._look_at_rows(spec, prompts)
+            if self._options.keep:
+                yield well(f"the canaries' dataset stays in {spec.output}")
+        except HeadraceError as error:
+            yield wrong("the canaries", str(error), type(error))
 
     def _look_at_rows(self, spec: RunSpec, prompts: Sequence[Prompt]) -> Iterator[Finding]:
         if find_spec("numpy") is None:
@@ -218,20 +222,7 @@ class _Diagnosis:
             return self._no_checkpoint
         if quantization := self._info.get("quantization"):
             return f"the server's weights are quantised ({quantization}), which no forward in float32 repeats"
-        weights = sum(path.stat().st_size for path in self._checkpoint.glob("*.safetensors"))
-        if weights > _MOST_WEIGHTS or weights * sum(len(prompt.token_ids) for prompt in prompts) > _MOST_WORK:
-            return f"{human_bytes(weights)} of weights are too many for a quick look"
-        return ""
-
-
-def _checkpoint(info: Mapping[str, Any], given: Path | None) -> tuple[Path | None, str]:
-    """The served checkpoint's folder, or why there is none here."""
-    if given is not None:
-        return given, ""
-    named = Path(str(info.get("model_path", "")))
-    if named.is_absolute() and (named / "config.json").is_file():
-        return named, ""
-    return None, f"{named} is no checkpoint folder here: give it with --model"
+        return too_large(self._checkpoint, sum(len(prompt.token_ids) for prompt in prompts))
 
 
 def _another(site: Site, info: Mapping[str, Any]) -> Finding | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import secrets
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,7 +17,14 @@ from headrace.errors import Unavailable
 # SGLang before and after it renamed its path, which it complains about in its log.
 _INFO_PATHS = ("/server_info", "/get_server_info")
 _CONNECT, _ANSWER = 3.0, 10.0  # seconds
+_MOST_BYTES = 1 << 20  # of an answer
 _SHOWN = 120  # characters of an answer that is none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Response:
+    status_code: int
+    content: bytes
 
 
 class Server:
@@ -70,9 +80,9 @@ class Server:
                 return token
         raise Unavailable(f"{self.url}/generate gives no output_ids of one token, but {str(table)[:_SHOWN]}")
 
-    def _send(self, method: str, path: str, seconds: float, body: Mapping[str, Any] | None = None) -> requests.Response:
+    def _send(self, method: str, path: str, seconds: float, body: Mapping[str, Any] | None = None) -> _Response:
         try:
-            return self._session.request(method, self.url + path, json=body, timeout=(_CONNECT, seconds))
+            return self._received(method, path, seconds, body)
         except requests.exceptions.ConnectTimeout as error:
             raise Unavailable(
                 f"no connection to {self.url} in {_CONNECT:g} s; is the address right, from here?"
@@ -84,7 +94,21 @@ class Server:
             hint = "start the engine, or mend its address"
             raise Unavailable(f"{self.url}{path} cannot be asked ({_cause(error)}); {hint}") from error
 
-    def _table(self, path: str, response: requests.Response) -> dict[str, Any]:
+    def _received(self, method: str, path: str, seconds: float, body: Mapping[str, Any] | None) -> _Response:
+        # Not left to requests: its time-out is for each piece of an answer, and an answer has no end that it knows of.
+        until = time.monotonic() + seconds
+        url, patience = self.url + path, (_CONNECT, seconds)
+        with self._session.request(method, url, json=body, timeout=patience, stream=True) as response:
+            content = bytearray()
+            for piece in response.iter_content(1):  # a larger one is waited for until it is whole
+                content += piece
+                if time.monotonic() > until:
+                    raise requests.Timeout
+                if len(content) > _MOST_BYTES:
+                    raise Unavailable(f"{url} answers without an end; is it an SGLang server?")
+            return _Response(status_code=response.status_code, content=bytes(content))
+
+    def _table(self, path: str, response: _Response) -> dict[str, Any]:
         status, where = response.status_code, self.url + path
         if status in (401, 403):
             raise Unavailable(f"{where} answers {status}: headrace sends no key; start the engine without --api-key")
@@ -94,8 +118,8 @@ class Server:
         if status != 200:
             raise Unavailable(f"{where} answers {status} ({text}); see the engine's log")
         try:
-            table = response.json()
-        except requests.JSONDecodeError:
+            table = json.loads(response.content)
+        except (ValueError, RecursionError):
             table = None
         if not isinstance(table, dict):
             raise Unavailable(f"{where} answers 200 and no JSON object ({text}); is a proxy or another server there?")

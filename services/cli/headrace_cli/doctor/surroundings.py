@@ -14,7 +14,7 @@ from headrace.capturestats import read_stats, stats_file
 from headrace.dumpfolder import read_site
 from headrace.errors import HeadraceError, Unavailable, Unreadable
 from headrace.settings import Settings
-from headrace_cli.console import human_bytes
+from headrace_cli.console import human_bytes, quoted
 from headrace_cli.doctor.findings import Finding, well, wrong
 
 _TIMEOUT = 5.0
@@ -141,9 +141,11 @@ def _capture(site: Site, about: str, dump_dir: Path) -> Iterator[Finding]:
         if read_site(dump_dir) != site.site:
             return
         stats = read_stats(dump_dir / stats_file(site.boot))
+        if stats.boot != site.boot:
+            return
     except (FileNotFoundError, Unreadable):  # none were written yet, or the folder is not here
         return
-    lost = ", ".join(f"{reason} {count}" for reason, count in sorted(stats.lost.items())) or "none"
+    lost = quoted(", ".join(f"{reason} {count}" for reason, count in sorted(stats.lost.items())) or "none")
     milliseconds = f"{stats.forward_ms_p50:.2f} ms, {stats.forward_ms_p99:.2f} ms at p99"
     yield well(
         f"{about}: capture published {stats.published} requests and lost {lost}; a forward takes {milliseconds} for it"
@@ -154,7 +156,8 @@ def _engine(site: Site, about: str) -> Finding:
     try:
         with requests.Session() as session:
             session.trust_env = False  # as the dispatcher asks it: no proxy in between
-            answer = session.get(f"{site.url}/health", timeout=_TIMEOUT).status_code
+            with session.get(f"{site.url}/health", timeout=_TIMEOUT, stream=True) as response:  # whatever it adds
+                answer = response.status_code
     except requests.RequestException as error:
         return wrong(f"{about}: /health {type(error).__name__}", _NOT_FROM_HERE)
     return Finding(what=f"{about}: /health {answer}", ok=answer == 200, fix=_NOT_FROM_HERE)
