@@ -284,7 +284,7 @@ def _signals_held() -> Iterator[None]:
             signal.raise_signal(came[0])
 
 
-def die_with_parent() -> None:
+def die_with_parent(number: int = signal.SIGKILL) -> None:
     """A supervisor that is killed takes its children along (Linux only; elsewhere they stay)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
