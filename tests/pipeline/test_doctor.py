@@ -170,7 +170,7 @@ def test_what_stands_still_is_waited_for_no_longer_than_asked(tmp_path: Path, ti
         assert_nothing_left(stack, bus, "none")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_one_that_is_stopped_takes_its_run_back(tmp_path: Path, tiny: Path, number: int, code: int) -> None:
     stack = make_stack(tmp_path / "stack", tiny)
     with running(stack) as bus, stopped(stack, "writer"), doctor(stack, tmp_path / "here") as process:
@@ -179,7 +179,8 @@ def test_one_that_is_stopped_takes_its_run_back(tmp_path: Path, tiny: Path, numb
         process.send_signal(number)
         _, complaints = process.communicate(timeout=BOUND)
         assert process.returncode == code, complaints
-        assert complaints == ""
+        assert complaints.startswith(f"left behind: something of run {run} is still under way")
+        assert len(complaints.splitlines()) == 1
         view = bus.runs.get(run)
         assert view is not None
         assert view.state == "cancelled"

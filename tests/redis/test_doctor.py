@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.bus import Bus, keys
-from headrace.bus.values import Site, Unregistered
+from headrace.bus.values import DESTINATION_FULL, Site, Unregistered
 from headrace.capturestats import CaptureStats, stats_file
 from headrace.dumps import SITE_FILE
 from headrace.errors import Conflict, HeadraceError, RedisAway, Unavailable, UsageError, VerificationFailed
@@ -363,3 +363,55 @@ def test_what_is_under_way_keeps_its_folder_and_is_named(bus: Bus, tmp_path: Pat
     assert "still under way" in run.left
     assert f"remove {tmp_path / 'rows'}" in run.left
     assert (tmp_path / "rows").is_dir()
+
+
+def test_a_full_destination_is_told_as_such(bus: Bus, tmp_path: Path) -> None:
+    with canary_run(bus, make_site(), seconds=60) as run:
+        run.submit(tmp_path / "rows", keep=False)
+        bus.runs.pause(run.name, DESTINATION_FULL)
+        finding = run.wait()
+    assert finding.ok is False
+    assert finding.fix.startswith(f"destination full: make room in {tmp_path / 'rows'}")
+
+
+def test_a_place_for_temporary_files_that_takes_none_is_told(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(UsageError, match="TMPDIR"), canary_run(bus, make_site()) as run:
+        run.submit(tmp_path / "rows", keep=False)
+    assert list(tmp_path.iterdir()) == []
+    assert bus.runs.names() == []
+
+
+def test_a_run_whose_doctor_was_killed_has_an_end_of_its_own(bus: Bus, tmp_path: Path) -> None:
+    with canary_run(bus, make_site(), seconds=60) as run:
+        run.submit(tmp_path / "rows", keep=False)
+        view = bus.runs.get(run.name)
+        assert view is not None
+        assert view.only_until is not None
+        assert 60 < view.only_until - view.created_at < 300
+
+
+def test_a_wait_that_is_broken_off_leaves_a_run_that_ends_and_says_so(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def again(self: CanaryRun) -> bool:
+        raise SystemExit(143)
+
+    monkeypatch.setattr(CanaryRun, "_under_way", again)
+    with pytest.raises(SystemExit), canary_run(bus, make_site()) as run:
+        run.submit(tmp_path / "rows", keep=False)
+    assert f"remove {tmp_path / 'rows'}" in run.left
+    names = bus.redis.keys(f"hr:run:{run.name}*")
+    assert names
+    assert all(0 < bus.redis.pttl(name) <= 3_600_000 for name in names)
+
+
+def test_statistics_of_another_boot_are_not_told(bus: Bus, redis_url: str, tmp_path: Path) -> None:
+    site = make_site()
+    bus.sites.register(site, 3600)
+    (tmp_path / SITE_FILE).write_text(f"{SITE}\n")
+    (tmp_path / stats_file(site.boot)).write_text('{"boot": "another", "published": 1' + "0" * 400 + "}")
+    findings = examine(Settings(redis_url=redis_url, dump_dir=tmp_path))
+    assert not [finding for finding in findings if "capture published" in finding.what]

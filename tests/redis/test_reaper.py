@@ -342,3 +342,30 @@ def test_a_site_of_another_version_is_neither_evicted_nor_the_end_of_a_pass_and_
             bus.redis.hdel(keys.site(SITE.site), "fingerprint")
             reaper.pass_once()
         assert [entry["site"] for entry in logged if entry["event"] == "site left out"] == [SITE.site]
+
+
+def test_a_run_kept_to_a_site_is_ended_for_whoever_was_killed_and_leaves_no_key_for_ever(
+    bus: Bus, reaper: Reaper, samples: list[Sample]
+) -> None:
+    bus.runs.keep_to(RUN, "s1", 3600)
+    reaper.pass_once()
+    assert view_of(bus).state == "active"
+    bus.runs.keep_to(RUN, "s1", -1)
+    reaper.pass_once()
+    assert view_of(bus).state == "cancelled"
+    # A row that was on its way then is stored nevertheless.
+    bus.runs.mark_done(RUN, [make_line(0)])
+    reaper.pass_once()
+    names = [name.decode() for name in bus.redis.keys(f"hr:run:{RUN}*")]
+    assert keys.done(RUN) in names
+    assert all(0 < bus.redis.pttl(name) <= 3_600_000 for name in names), names
+
+
+def test_lines_of_a_run_that_is_kept_to_a_site_are_written_there_alone(bus: Bus, reaper: Reaper) -> None:
+    bus.runs.keep_to(RUN, "another", 3600)
+    reaper.pass_once()
+    assert jobs(bus) == []
+    bus.runs.keep_to(RUN, "s1", 3600)
+    lapse(bus, keys.recording(RUN))
+    reaper.pass_once()
+    assert jobs(bus)

@@ -67,6 +67,8 @@ class Soak:
         self._rig = rig
         self._rng = random.Random(seed)
         self._lock = threading.Lock()
+        self._gate = threading.Event()  # closed, nobody sends
+        self._gate.set()
         self._pool = list(self._families())
         self._strangers: list[str] = []
         self.accounts: dict[str, Account] = {}
@@ -102,6 +104,7 @@ class Soak:
     def _send(self, kind: str, seed: float) -> None:
         rng = random.Random(seed)
         ids = rng.choice(self._pool)
+        self._gate.wait()
         with self._lock:
             prompt = self._rig.prompts.of(ids)
             self.accounts[prompt.rid] = Account(kind=kind, right=not kind.startswith("other"))
@@ -208,22 +211,38 @@ class Soak:
 
     def _disturb(self) -> None:
         rng = random.Random(sum(self.beside.values()))
-        what = rng.choice(("retract", "retract", "retract", "in_place", "switch", "flush"))
+        what = rng.choice(("retract", "retract", "retract alone", "retract alone", "in_place", "switch", "flush"))
         if what == "switch":
             with self._rig.provoked(provoking.RETRACT):
                 time.sleep(rng.random())
         elif what == "flush":
             self._rig.client.post("/flush_cache")
+        elif what == "retract alone":
+            self._retract_alone(flush=rng.random() < 0.3)
         else:
-            self._rig.client.pause(what)
-            if rng.random() < 0.3:
-                self._rig.client.post("/flush_cache")
-            self._rig.client.resume()
+            self._pause(what, flush=rng.random() < 0.3)
         self.beside[what] += 1
         time.sleep(rng.uniform(0.1, 1.0))
 
+    def _pause(self, mode: str, *, flush: bool) -> None:
+        self._rig.client.pause(mode)
+        if flush:
+            self._rig.client.post("/flush_cache")
+        self._rig.client.resume()
+
+    def _retract_alone(self, *, flush: bool) -> None:
+        """Let the queue run empty before: a retracted prompt goes to its end, and is lost to whoever overtakes it."""
+        self._gate.clear()
+        try:
+            with suppress(AssertionError):
+                wait_until(lambda: self._rig.waiting() == 0, 5.0)
+            self._pause("retract", flush=flush)
+        finally:
+            self._gate.set()
+
     def _others(self) -> None:
         rng = random.Random()
+        self._gate.wait()
         ids, wishes, new_tokens = rng.choice(self._pool), rng.choice(_WISHES), rng.choice((0, 5, 40))
         if "return_hidden_states" in wishes:
             ids, new_tokens = ids[:20], 0  # whose answer is megabytes otherwise

@@ -19,4 +19,4 @@ def test_three_hundred_random_requests(rig: Rig) -> None:
     fates = {account.fate for account in soak.accounts.values()}
     assert {"published", "lost: prefix_cached", "lost: incomplete"} <= fates
     assert soak.beside["retract"] > 3
-    assert soak.beside["others"] > 20
+    assert soak.beside["others"] > 5
