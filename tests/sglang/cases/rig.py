@@ -26,8 +26,14 @@ VOCAB = 400
 CHUNK = 64
 POOL = 4096
 CONTEXT = 2048
+RUNNING = 32  # requests that generate at a time
 MAIN = ServerConfig(
-    model="llama", chunk_tokens=CHUNK, mixed_chunk=True, pool_tokens=POOL, flags=("--context-length", str(CONTEXT))
+    model="llama",
+    chunk_tokens=CHUNK,
+    mixed_chunk=True,
+    pool_tokens=POOL,
+    # Without a priority a request has the lowest, and among equals the first one goes first, as without the flag.
+    flags=("--context-length", str(CONTEXT), "--enable-priority-scheduling", "--max-running-requests", str(RUNNING)),
 )
 
 _METADATA = "Metadata-Version: 2.1\nName: provoking\nVersion: 0\n"

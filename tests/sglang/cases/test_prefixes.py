@@ -7,6 +7,7 @@ import pytest
 from headrace.reasons import Reason
 from tests.sglang.cases.asking import Prompt, meta
 from tests.sglang.cases.rig import CHUNK, MAIN, Rig
+from tests.sglang.env import NEWEST
 
 pytestmark = pytest.mark.served(MAIN)
 
@@ -30,7 +31,8 @@ def test_rows_from_the_cache_are_a_loss(rig: Rig, prefix: int, rest: int) -> Non
     rig.take(first)
     table = meta(rig.client.capture(second, extra_key=None))
     assert table["cached_tokens"] == prefix - (rest == 0)
-    assert f"dropped:{Reason.PREFIX_CACHED}" in table["headrace"]
+    if rig.server.config.version == NEWEST:  # older ones have no word about a request as a whole in an answer
+        assert f"dropped:{Reason.PREFIX_CACHED}" in table["headrace"]
     assert rig.take_lost(second).reason == Reason.PREFIX_CACHED
 
 

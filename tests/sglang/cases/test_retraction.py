@@ -7,7 +7,7 @@ import pytest
 from headrace.reasons import Reason
 from tests.sglang.cases import provoking
 from tests.sglang.cases.asking import Prompt, meta
-from tests.sglang.cases.rig import CHUNK, MAIN, POOL, Piece, Rig
+from tests.sglang.cases.rig import CHUNK, MAIN, POOL, RUNNING, Piece, Rig
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.served(MAIN)
@@ -105,3 +105,13 @@ def test_requests_that_generate_are_retracted_when_the_cache_is_full(rig: Rig) -
     prompts, new_tokens = rig.prompts.some(10, 190, 200), 250
     assert sum(len(prompt.ids) + new_tokens for prompt in prompts) > POOL
     assert _generate_together(rig, prompts, new_tokens) > 0
+
+
+def test_requests_that_generate_make_way_for_somebody_elses_of_a_higher_priority(rig: Rig) -> None:
+    prompts = rig.prompts.some(RUNNING, 10, 20)
+    running = [rig.client.begin_capture(prompt, 60) for prompt in prompts]
+    wait_until(lambda: all(rig.pieces(prompt.rid) for prompt in prompts), what="all places to be taken")
+    others = [rig.client.begin_generate(rig.prompts.ids(CHUNK), None, 5, priority=100) for _ in range(4)]
+    rig.take_all(prompts, running)
+    assert all(meta(answer.result())["num_retractions"] == 0 for answer in others)
+    assert sum(meta(answer.result())["num_retractions"] for answer in running) > 0
